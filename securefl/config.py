@@ -1,0 +1,203 @@
+"""The TOML file as pydantic models: the one list of keys, each with its default and its meaning.
+
+Unknown keys are errors. What a later version will offer and this one does not is refused by name
+(`NotAvailable`), never replaced by something weaker. This room reads one file and touches nothing else.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from securefl.errors import ConfigError, NotAvailable
+
+METHODS = ("standalone", "fedavg", "fedkc", "crosslm", "datafree-kd")
+AVERAGING = ("fedavg", "fedkc")
+PERMIT_EMBEDDINGS = "the tokens of these rows can be read back from what is shared"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Federation(_Section):
+    method: Literal["standalone", "fedavg", "fedprox", "fedkc", "crosslm", "datafree-kd"] = Field(
+        description="How the silos learn from each other."
+    )
+    rounds: int = Field(3, ge=1, le=10_000, description="Rounds; round 1 is each silo's own first training.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Makes a simulation repeatable; noise from it is marked.")
+
+
+class DirichletSplit(_Section):
+    by: Literal["dirichlet"] = "dirichlet"
+    silos: int = Field(4, ge=2, le=256, description="How many silos.")
+    alpha: float = Field(0.3, gt=0, le=1e6, description="Concentration: small means skewed labels.")
+    min_rows: int = Field(16, ge=2, description="Every silo gets at least this many rows, or it is an error.")
+
+
+class ColumnSplit(_Section):
+    by: Literal["column"]
+    column: str = Field(description="One silo for every value of this column.")
+    min_rows: int = Field(16, ge=2, description="Every silo has at least this many rows, or it is an error.")
+
+
+class Data(_Section):
+    train: str = Field(description="CSV, TSV, JSONL or Parquet file, or builtin:bbc-news, builtin:imdb, "
+                       "builtin:rotten-tomatoes.")
+    test: str = Field(description="The same for the test rows, which no silo trains on.")
+    text: str = Field("text", description="Column with the text.")
+    label: str = Field("label", description="Column with the label.")
+    train_rows: int | None = Field(None, ge=4, description="Use this many rows, drawn by the seed.")
+    test_rows: int | None = Field(None, ge=1, description="Use this many test rows, drawn by the seed.")
+    validation: float = Field(0.2, ge=0.05, le=0.5, description="Share of a silo's rows kept from training.")
+    split: Annotated[DirichletSplit | ColumnSplit, Field(discriminator="by")] = Field(
+        DirichletSplit(), description="How the training rows are spread over the silos."
+    )
+
+
+class Slm(_Section):
+    models: tuple[str, ...] = Field(
+        ("builtin:minilm",), min_length=1,
+        description="Encoder folder, hub name or builtin:minilm; one for all silos, or one per silo.",
+    )
+    max_length: int = Field(64, ge=4, le=512, description="Tokens kept of a text.")
+    epochs: int = Field(3, ge=1, le=1000, description="Local passes in round 1.")
+    round_epochs: int | None = Field(None, ge=1, le=1000, description="Local passes later; unset: `epochs`.")
+    batch_size: int = Field(16, ge=1, le=4096, description="Rows a step.")
+    learning_rate: float = Field(2e-4, gt=0, le=1, description="AdamW's, for the encoder.")
+    head_learning_rate: float = Field(5e-3, gt=0, le=1, description="AdamW's, for the new linear head.")
+    train_embeddings: bool = Field(
+        False,
+        description="Train (and send) the token table too. Off: which of its rows changed would tell the "
+        "reader which words a silo holds.",
+    )
+    lora: dict[str, int] | None = Field(None, description="Not in this version.")
+
+
+class CentroidPrivacy(_Section):
+    """Without epsilon or noise_multiplier: KMeans on private rows and a minimum size, which is not DP."""
+
+    min_size: int = Field(4, ge=1, description="Clusters below this many rows are withheld.")
+    clip: float | None = Field(
+        None, gt=0, description="L2 bound of a row around the public centre 0; unset: the median over public texts."
+    )
+    epsilon: float | None = Field(None, gt=0, description="For all centroid releases of the run together.")
+    noise_multiplier: float | None = Field(None, gt=0, description="Sigma of the sums / clip, every round.")
+    delta: float = Field(1e-5, gt=0, lt=1, description="Of the (epsilon, delta) claim.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> CentroidPrivacy:
+        if self.epsilon is not None and self.noise_multiplier is not None:
+            raise ValueError("set epsilon or noise_multiplier, not both")
+        return self
+
+    @property
+    def noised(self) -> bool:
+        return self.epsilon is not None or self.noise_multiplier is not None
+
+
+class Privacy(_Section):
+    dp_sgd: dict[str, float] | None = Field(None, description="Not in this version.")
+    centroids: CentroidPrivacy = Field(CentroidPrivacy(), description="The centroid release.")
+
+
+class Protection(_Section):
+    models: Literal["sealed", "masked", "ckks"] = Field("sealed", description="`sealed` to the server.")
+    centroids: Literal["peer", "sealed"] = Field("peer", description="`peer`: sealed to each other silo.")
+
+
+class FedKc(_Section):
+    clusters: int = Field(4, ge=1, le=4096, description="KMeans clusters a silo.")
+    alpha: float = Field(0.5, ge=0, description="Weight of the consistency loss.")
+    compose: Literal["pooled", "embeddings"] | int = Field("pooled", description="Layer of the centroids.")
+    source: Literal["peers", "own"] = Field("peers", description="`own`: own centroids, nothing exchanged.")
+    weights: Literal["uniform", "size"] = Field("uniform", description="Of the clusters in the loss.")
+
+
+class CrossLm(_Section):
+    llm: str = Field("builtin:smollm2", description="Causal LM folder, hub name or builtin:smollm2.")
+    mode: Literal["stable", "paper"] = Field("stable", description="`paper`: equations (5)-(10) to the letter.")
+    synthetic: int = Field(64, ge=2, le=100_000, description="Texts generated an arrival.")
+    keep: float = Field(0.25, gt=0, le=1, description="Share kept by the score (10).")
+    max_new_tokens: int = Field(32, ge=1, le=1024, description="Tokens generated a text.")
+    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of the sampling (3).")
+    gammas: tuple[float, float, float] = Field((1.0, 0.1, 0.05), description="g1, g2, g3 of (9).")
+    lora_rank: int = Field(16, ge=1, le=512, description="Rank of the LLM's adapter.")
+    learning_rate: float = Field(2e-4, gt=0, le=1, description="AdamW's, for the adapter.")
+    epochs: int = Field(1, ge=1, le=100, description="Passes over an arrival's texts for the LLM.")
+    batch_size: int = Field(16, ge=1, le=4096, description="Texts a step, for the LLM.")
+    slm_epochs: int = Field(2, ge=1, le=100, description="Passes over the kept texts for the SLM.")
+    evaluate_rows: int = Field(32, ge=1, description="Test rows for the LLM's accuracy and perplexity.")
+    prompts: dict[str, str] = Field(default={}, description="Label to prompt M(y); unset: made from the label.")
+    verbalisers: dict[str, str] = Field(default={}, description="Label to word V(y); unset: the label.")
+
+
+class PolicyTerms(_Section):
+    """What `simulate` writes into each silo's policy beyond what the configuration asks for."""
+
+    allow_embedding_centroids: Literal["the tokens of these rows can be read back from what is shared"] | None = Field(
+        None, description="Needed, word for word, for un-noised centroids of the embedding layer."
+    )
+    max_epsilon: float = Field(50.0, gt=0, description="Lifetime ceiling of a silo's private releases.")
+
+
+class Config(_Section):
+    federation: Federation
+    data: Data
+    slm: Slm = Slm()
+    privacy: Privacy = Privacy()
+    protection: Protection = Protection()
+    fedkc: FedKc = FedKc()
+    crosslm: CrossLm = CrossLm()
+    policy: PolicyTerms = PolicyTerms()
+
+    def round_epochs(self, round_number: int) -> int:
+        """Local passes of a round, counted from 1."""
+        return self.slm.epochs if round_number == 1 else (self.slm.round_epochs or self.slm.epochs)
+
+
+def _refuse_unavailable(config: Config) -> None:
+    """Fail closed on what is in the format but not in this version."""
+    missing = {
+        'federation.method = "fedprox"': config.federation.method == "fedprox",
+        f'protection.models = "{config.protection.models}"': config.protection.models != "sealed",
+        'protection.centroids = "sealed"': config.protection.centroids != "peer",
+        "privacy.dp_sgd": config.privacy.dp_sgd is not None,
+        "slm.lora": config.slm.lora is not None,
+        f"fedkc.compose = {config.fedkc.compose}": isinstance(config.fedkc.compose, int),
+    }
+    for field, asked in missing.items():
+        if asked:
+            raise NotAvailable(f"{field} is not available in this version and nothing weaker is used in its place")
+
+
+def parse_config(document: dict[str, Any], name: str = "configuration") -> Config:
+    """Validate a parsed TOML document. `name` (the file) begins the message of a ConfigError."""
+    try:
+        config = Config.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{name}: {where}: {reason}{more}") from error
+    _refuse_unavailable(config)
+    if len(config.slm.models) > 1 and config.federation.method in AVERAGING:
+        raise ConfigError(f"{name}: slm.models: {config.federation.method} averages weights and needs one model")
+    return config
+
+
+def load_config(path: Path) -> Config:
+    """Read a TOML file. Raises ConfigError or NotAvailable with one sentence."""
+    try:
+        document = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 (byte {error.start})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+    return parse_config(document, str(path))

@@ -1,0 +1,274 @@
+"""What may leave a silo, and the one byte format it leaves in.
+
+This room holds the payload kinds, the privacy claims, `Release` (the only thing `privacy` produces and the
+only thing a ledger charges) and the codec over safetensors. The codec is canonical: a body has exactly one
+byte string, and `decode` refuses every other one. It must not touch files, keys, models or text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from securefl.errors import NonFiniteUpdate, PayloadError, TooLarge, WrongShape
+
+Tensors = Mapping[str, NDArray[Any]]
+
+_MAGIC = "securefl.body/1"
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8"), "U8": np.dtype("u1")}
+
+
+class PayloadKind(StrEnum):
+    """What the sealed content of an envelope is. Hidden vectors are named in the kind, never smuggled."""
+
+    PLAN = "plan"
+    MODEL = "model"
+    CENTROIDS = "centroids"
+    EMBEDDING_CENTROIDS = "embedding-centroids"
+    METRICS = "metrics"
+    UNAVAILABLE = "unavailable"
+
+
+class _Claim(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class NonPrivate(_Claim):
+    """No differential privacy is claimed, for the stated reason."""
+
+    mechanism: Literal["none"] = "none"
+    reason: str = Field(min_length=1, max_length=400)
+
+
+class GaussianSums(_Claim):
+    """Noisy sums, counts and mean predictions of every cluster (see `privacy.release_centroids`).
+
+    One row changes one cluster only, so the whole release is one Gaussian mechanism with
+    mu^2 = 1/noise_multiplier^2 + 1/count_multiplier^2 + 1/prediction_multiplier^2 under add/remove
+    adjacency, where a multiplier is standard deviation over sensitivity (Dong, Roth and Su, Gaussian
+    Differential Privacy, 2022). `epsilon` is that of this release alone at `delta`. `simulated` means that
+    the noise came from a seed, so the claim describes the mechanism and protects nobody.
+    """
+
+    mechanism: Literal["gaussian-sums"] = "gaussian-sums"
+    epsilon: float = Field(gt=0)
+    delta: float = Field(gt=0, lt=1)
+    mu: float = Field(gt=0)
+    clip: float = Field(gt=0)
+    noise_multiplier: float = Field(gt=0)
+    count_multiplier: float = Field(gt=0)
+    prediction_multiplier: float = Field(gt=0)
+    unit: Literal["row"] = "row"
+    adjacency: Literal["add-remove"] = "add-remove"
+    generator: str = Field(min_length=1)
+    simulated: bool
+
+
+PrivacyClaim = Annotated[NonPrivate | GaussianSums, Field(discriminator="mechanism")]
+CLAIM: TypeAdapter[NonPrivate | GaussianSums] = TypeAdapter(PrivacyClaim)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that a receiver accepts; each is checked before anything of that size is allocated.
+
+    max_bytes: the whole body. 512 MiB holds a 110-million-parameter model in float32 with room.
+    max_header: the JSON that describes the tensors. 1 MiB is some 8,000 tensors.
+    max_tensors: more than any model this package trains has.
+    """
+
+    max_bytes: int = 512 * 2**20
+    max_header: int = 2**20
+    max_tensors: int = 8192
+
+
+@dataclass(frozen=True)
+class Body:
+    """A decoded body: its kind, a JSON document and named arrays (float32, int64 or uint8)."""
+
+    kind: PayloadKind
+    document: Mapping[str, Any]
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Release:
+    """One thing that leaves a silo, with the claim under which it leaves.
+
+    tensors: named arrays; their shapes depend on `kind` (see `privacy`).
+    info: public facts that travel with it (JSON): rows, encoder fingerprint, cluster sizes if released.
+    Only `privacy` makes these from private data; a receiver gets them from `decode_release`.
+    """
+
+    kind: PayloadKind
+    tensors: Tensors
+    info: Mapping[str, Any]
+    claim: NonPrivate | GaussianSums
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one JSON encoding used under a hash or a signature: sorted keys, no spaces, ASCII, no NaN."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.encode()
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return document
+
+
+def _no_constants(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def parse_json(data: bytes) -> Any:
+    """Strict JSON: no duplicate keys, no NaN or infinity. Raises ValueError, deep nesting included."""
+    try:
+        return json.loads(data, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def encode(kind: PayloadKind, document: Mapping[str, Any], tensors: Tensors) -> bytes:
+    """The canonical bytes of a body. Raises PayloadError for an array of a type that may not travel."""
+    ready: dict[str, NDArray[Any]] = {}
+    for name in sorted(tensors):
+        array = np.asarray(tensors[name], order="C")
+        if array.dtype not in _DTYPES.values():
+            raise PayloadError(f"tensor {name} has type {array.dtype}; only float32, int64 and uint8 travel")
+        ready[name] = array
+    # One metadata key: safetensors keeps metadata in a hash map, whose order is not canonical.
+    metadata = {_MAGIC: canonical_json({"kind": kind.value, "document": dict(document)}).decode()}
+    return bytes(safetensors.numpy.save(ready, metadata=metadata))
+
+
+def _checked_header(data: bytes, limits: Limits) -> dict[str, Any]:
+    if len(data) > limits.max_bytes:
+        raise TooLarge(f"a body of {len(data)} bytes is above the limit of {limits.max_bytes}")
+    if len(data) < 8:
+        raise PayloadError("a body of fewer than 8 bytes is truncated")
+    size = int.from_bytes(data[:8], "little")
+    if size > limits.max_header:
+        raise TooLarge(f"a body declares a header of {size} bytes, above the limit of {limits.max_header}")
+    if 8 + size > len(data):
+        raise PayloadError("a body ends inside its header")
+    try:
+        header = parse_json(data[8 : 8 + size])
+    except ValueError as error:
+        raise PayloadError("a body's header is not strict JSON") from error
+    if not isinstance(header, dict):
+        raise PayloadError("a body's header is not a JSON object")
+    if len(header) - 1 > limits.max_tensors:
+        raise TooLarge(f"a body declares {len(header) - 1} tensors, above the limit of {limits.max_tensors}")
+    return header
+
+
+def _check_tensors(header: dict[str, Any], room: int) -> None:
+    """Every declared size must be true before safetensors allocates anything for it."""
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise PayloadError("a tensor's entry is malformed")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise WrongShape("a tensor has a type other than float32, int64 or uint8")
+        if not isinstance(shape, list) or not isinstance(offsets, list):
+            raise PayloadError("a tensor's shape or offsets are malformed")
+        numbers = (*shape, *offsets)
+        if len(offsets) != 2 or len(shape) > 8 or any(type(x) is not int or x < 0 for x in numbers):
+            raise PayloadError("a tensor's shape or offsets are malformed")
+        if offsets[1] > room or offsets[1] - offsets[0] != math.prod(shape) * _DTYPES[dtype].itemsize:
+            raise WrongShape("a tensor's declared shape does not match its bytes")
+
+
+def decode(data: bytes, limits: Limits = Limits()) -> Body:
+    """Parse a body, refusing everything that `encode` would not have written.
+
+    Raises TooLarge, WrongShape or PayloadError; never allocates more than a few times `len(data)`.
+    """
+    header = _checked_header(data, limits)
+    room = len(data) - 8 - int.from_bytes(data[:8], "little")
+    _check_tensors(header, room)
+    metadata = header.get("__metadata__")
+    if not isinstance(metadata, dict) or set(metadata) != {_MAGIC} or not isinstance(metadata[_MAGIC], str):
+        raise PayloadError("a body is not marked as securefl's")
+    try:
+        head = parse_json(metadata[_MAGIC].encode())
+        kind = PayloadKind(head["kind"])
+        document = head["document"]
+        if not isinstance(document, dict):
+            raise TypeError
+        tensors = safetensors.numpy.load(data)
+        # Encoding again fails for what JSON parses and may not hold: a number that overflows to infinity.
+        canonical = encode(kind, document, tensors) == data
+    except (ValueError, TypeError, KeyError, RecursionError, safetensors.SafetensorError) as error:
+        raise PayloadError("a body does not parse") from error
+    if not canonical:
+        raise PayloadError("a body is not in its canonical encoding")
+    return Body(kind, document, tensors)
+
+
+def encode_release(release: Release) -> bytes:
+    """The bytes of a release, claim included."""
+    document = {"claim": release.claim.model_dump(mode="json"), "info": dict(release.info)}
+    return encode(release.kind, document, release.tensors)
+
+
+def release_from(body: Body) -> Release:
+    """A decoded body as a release. Raises PayloadError where the claim is missing or malformed."""
+    if set(body.document) != {"claim", "info"} or not isinstance(body.document["info"], dict):
+        raise PayloadError("a release must carry exactly a claim and its public facts")
+    try:
+        claim = CLAIM.validate_python(body.document["claim"])
+    except ValidationError as error:
+        raise PayloadError("a release's privacy claim is malformed") from error
+    if canonical_json(claim.model_dump(mode="json")) != canonical_json(body.document["claim"]):
+        raise PayloadError("a release's privacy claim is not in its canonical encoding")
+    return Release(body.kind, body.tensors, body.document["info"], claim)
+
+
+def decode_release(data: bytes, limits: Limits = Limits()) -> Release:
+    """Parse the bytes of a release. Raises as `decode` does."""
+    return release_from(decode(data, limits))
+
+
+def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]], whose: str) -> None:
+    """Require exactly the float32 arrays of `expected` (name to shape), all finite.
+
+    `whose` names the sender in the message. Raises WrongShape or NonFiniteUpdate.
+    """
+    if set(tensors) != set(expected):
+        odd = sorted(set(tensors) ^ set(expected))[0]
+        raise WrongShape(f"the update of {whose} lacks or adds tensors (first difference: {odd[:80]})")
+    for name, shape in expected.items():
+        array = tensors[name]
+        if array.dtype != np.float32 or array.shape != shape:
+            raise WrongShape(
+                f"tensor {name} of {whose} is {array.dtype} {array.shape}, agreed was float32 {shape}"
+            )
+        if not np.isfinite(array).all():
+            raise NonFiniteUpdate(f"tensor {name} of {whose} holds NaN or infinity; its update was refused")
+
+
+def fingerprint(tensors: Tensors) -> str:
+    """SHA-256 (hex) over names, types, shapes and bytes of arrays: the identity of a model's weights."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        array = np.asarray(tensors[name], order="C")
+        label = canonical_json([name, array.dtype.str, list(array.shape)])
+        digest.update(len(label).to_bytes(4, "big") + label)
+        digest.update(array.data)
+    return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from securefl.errors import UsageError
+from securefl.files import append_synced, read_limited, truncate_synced, write_atomic, write_new
+
+
+def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for data in (b"one", b"", b"three" * 1000):
+        write_atomic(path, data)
+        assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o600])
+def test_the_mode_is_the_one_asked_for_less_the_umask(tmp_path: Path, mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "a", b"", mode)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
+
+
+def test_a_failed_replacement_leaves_the_old_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    write_atomic(path, b"old")
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UsageError, match=r"a: cannot be written \(No space left on device\)"):
+        write_atomic(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_is_replaced_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    (tmp_path / "link").symlink_to(target)
+    write_atomic(tmp_path / "link", b"new")
+    assert target.read_bytes() == b"precious"
+    with pytest.raises(UsageError, match="exists already"):
+        write_new(target, b"new")
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent")
+    with pytest.raises(UsageError, match="exists already"):
+        write_new(tmp_path / "dangling", b"new")
+    assert target.read_bytes() == b"precious"
+
+
+def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
+    for write in (write_atomic, write_new):
+        with pytest.raises(UsageError, match="cannot be written"):
+            write(tmp_path / "absent" / "a", b"")
+
+
+def test_read_limited(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_limited(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(UsageError, match="larger than the 4 bytes"):
+        read_limited(tmp_path / "a", 4)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_limited(tmp_path / "b", 4)
+
+
+def test_append_and_truncate(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"12")
+    append_synced(path, b"34", 2)
+    assert path.read_bytes() == b"1234"
+    for stale in (2, 5):
+        with pytest.raises(UsageError, match="another process"):
+            append_synced(path, b"x", stale)
+    truncate_synced(path, 3)
+    assert path.read_bytes() == b"123"
+    with pytest.raises(UsageError, match="cannot be written"):
+        append_synced(tmp_path / "b", b"", 0)
+    with pytest.raises(UsageError, match="cannot be written"):
+        truncate_synced(tmp_path / "b", 0)
