@@ -1,0 +1,265 @@
+"""Rows: the configured files or builtin corpora -> texts and labels, spread over silos.
+
+All randomness comes from `federation.seed`, one stream a purpose, so that for example another `test_rows`
+does not move a training row to another silo. What a file may look like is said in `_tables`, what the builtin
+corpora are in `_builtin`. This room reads the sources it is told to, keeps nothing, and knows no models.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from securefl._builtin import PREFIX, in_test_part, load_builtin, normalise, unique
+from securefl._tables import Table, read_table, shown
+from securefl.config import ColumnSplit, Config, Data, DirichletSplit
+from securefl.errors import DataError
+from securefl.messages import NAME
+
+POOL_ROWS = 1000
+DRAWS = 100
+MAX_SILOS = 256
+# Names that a run's folders use for others than silos.
+RESERVED = ("server", "sums")
+# One stream of random numbers for each purpose, told apart by the spawn key of the seed.
+_TRAIN, _TEST, _POOL, _SPLIT, _VALIDATION = range(5)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Rows:
+    """Labelled texts. ids, texts: length n; labels: (n,) int64, indices into `Corpus.labels`."""
+
+    ids: tuple[str, ...]
+    texts: tuple[str, ...]
+    labels: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) == len(self.texts) == len(self.labels):
+            raise ValueError("ids, texts and labels differ in length")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        return f"Rows({len(self)})"
+
+    def take(self, indices: Sequence[int] | NDArray[np.int64]) -> Rows:
+        """The rows at `indices`, in that order."""
+        picked = np.asarray(indices, dtype=np.int64)
+        where = picked.tolist()
+        return Rows(
+            tuple(self.ids[i] for i in where), tuple(self.texts[i] for i in where), self.labels[picked]
+        )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What the silos and the auditor work on; all rows stand in a seeded random order.
+
+    labels: sorted, the index is the label id. train, validation: a silo's rows, disjoint; the union over all
+    silos is the train source (or the `train_rows` drawn of it). test: no text of the train source; the
+    `test_duplicates` rows that had one were dropped. pool: at most 1000 rows that are nobody's, which are
+    train rows not drawn, or else test rows.
+    """
+
+    labels: tuple[str, ...]
+    train: Mapping[str, Rows]
+    validation: Mapping[str, Rows]
+    test: Rows
+    pool: Rows
+    test_duplicates: int = 0
+
+
+def load_corpus(config: Config) -> Corpus:
+    """Read the configured sources and spread the training rows over silos. Deterministic in the seed.
+
+    Raises DataError with one sentence for anything that cannot be used as it stands.
+    """
+    data, seed = config.data, config.federation.seed
+    train_table, test_table = _read(data)
+    labels = tuple(sorted(set(train_table.labels)))
+    if len(labels) < 2:
+        raise DataError(f"{data.train}: every row has the same label; at least two classes are needed")
+    train, test = _encode(train_table, labels), _encode(test_table, labels)
+
+    trained = {normalise(text) for text in train.texts}
+    kept = [row for row, text in enumerate(test.texts) if normalise(text) not in trained]
+    if not kept:
+        raise DataError(f"{data.test}: every row is also one of {data.train}; hold rows apart for the test")
+    duplicates = len(test) - len(kept)
+    test = test.take(kept)
+    test = test.take(_draw(test.labels, data.test_rows, _rng(seed, _TEST), f"{data.test}: data.test_rows"))
+
+    drawn = _draw(train.labels, data.train_rows, _rng(seed, _TRAIN), f"{data.train}: data.train_rows")
+    if len(np.unique(train.labels[drawn])) < 2:
+        raise DataError(f"{data.train}: the {len(drawn)} rows drawn have one label; raise data.train_rows")
+    groups = [train_table.groups[row] for row in drawn.tolist()] if train_table.groups else []
+    parts = _split(train.labels[drawn], groups, data, _rng(seed, _SPLIT))
+
+    fitted: dict[str, Rows] = {}
+    validation: dict[str, Rows] = {}
+    for number, (name, part) in enumerate(parts.items()):
+        rows = drawn[part]
+        # min_rows is at least 2 and the share at most one half, so at least one row is left to train on.
+        held = max(1, int(len(rows) * data.validation + 0.5))
+        order = _rng(seed, _VALIDATION, number).permutation(len(rows))
+        validation[name], fitted[name] = train.take(rows[order[:held]]), train.take(rows[order[held:]])
+    pool = _pool(train, drawn, test, _rng(seed, _POOL))
+    return Corpus(labels, fitted, validation, test, pool, duplicates)
+
+
+def dirichlet_split(
+    labels: NDArray[np.int64], silos: int, alpha: float, min_rows: int, rng: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    """Label-skewed partition of rows: for each class, its shares over the silos are ~ Dir(alpha, ..., alpha).
+
+    labels: (n,). Returns one ascending index array a silo; together they hold every row once. Drawn again, at
+    most 100 times, until every silo has `min_rows` rows. The skew of Hsu, Qi and Brown 2019
+    (arXiv:1909.06335), drawn class by class as in Yurochkin et al. 2019 (arXiv:1905.12022).
+
+    Raises DataError where the minimum cannot be or was not reached.
+    """
+    if len(labels) < silos * min_rows:
+        raise DataError(
+            f"data.split: {len(labels)} training rows cannot give {silos} silos {min_rows} rows each; "
+            "take more rows, or lower silos or min_rows"
+        )
+    reached = 0
+    for _ in range(DRAWS):
+        parts: list[list[NDArray[np.int64]]] = [[] for _ in range(silos)]
+        for label in np.unique(labels):
+            rows = rng.permutation(np.flatnonzero(labels == label))
+            shares = rng.dirichlet(np.full(silos, alpha))
+            cuts = np.floor(np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
+            for part, piece in zip(parts, np.split(rows, cuts), strict=True):
+                part.append(piece)
+        merged = [np.sort(np.concatenate(part)) for part in parts]
+        smallest = min(len(part) for part in merged)
+        if smallest >= min_rows:
+            return merged
+        reached = max(reached, smallest)
+    raise DataError(
+        f"data.split: in {DRAWS} draws the smallest silo had at most {reached} rows and min_rows is "
+        f"{min_rows}; raise alpha, or lower silos or min_rows"
+    )
+
+
+def _rng(seed: int, *purpose: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=purpose)))
+
+
+def _draw(
+    labels: NDArray[np.int64], count: int | None, rng: np.random.Generator, asked_by: str
+) -> NDArray[np.int64]:
+    """`count` row indices in random order, each class in its share of the rows (largest remainder)."""
+    total = len(labels)
+    if count is None:
+        return rng.permutation(total).astype(np.int64)
+    if count > total:
+        raise DataError(f"{asked_by} asks for {count} rows and there are {total}; lower it")
+    classes, sizes = np.unique(labels, return_counts=True)
+    quota, remainder = np.divmod(sizes * count, total)
+    quota[np.argsort(-remainder, kind="stable")[: count - int(quota.sum())]] += 1
+    picked = [
+        rng.permutation(np.flatnonzero(labels == label))[:size]
+        for label, size in zip(classes, quota, strict=True)
+    ]
+    return rng.permutation(np.concatenate(picked)).astype(np.int64)
+
+
+def _pool(train: Rows, drawn: NDArray[np.int64], test: Rows, rng: np.random.Generator) -> Rows:
+    owned = {normalise(train.texts[row]) for row in drawn.tolist()}
+    left: list[int] = []
+    for row in np.setdiff1d(np.arange(len(train)), drawn).tolist():
+        key = normalise(train.texts[row])
+        if key not in owned:
+            owned.add(key)
+            left.append(row)
+    nobodys = train.take(left) if left else test
+    return nobodys.take(rng.permutation(len(nobodys))[:POOL_ROWS])
+
+
+def _split(
+    labels: NDArray[np.int64], groups: Sequence[str], data: Data, rng: np.random.Generator
+) -> dict[str, NDArray[np.int64]]:
+    split = data.split
+    if isinstance(split, DirichletSplit):
+        parts = dirichlet_split(labels, split.silos, split.alpha, split.min_rows, rng)
+        return {f"silo-{number}": part for number, part in enumerate(parts, start=1)}
+    return _by_column(groups, split, data.train)
+
+
+def _by_column(groups: Sequence[str], split: ColumnSplit, name: str) -> dict[str, NDArray[np.int64]]:
+    """Row indices of each silo, by the slug of the column's value."""
+    column = f'{name}: column "{split.column}"'
+    values = sorted(set(groups))
+    if not 2 <= len(values) <= MAX_SILOS:
+        raise DataError(f"{column} has {len(values)} different values; a split needs 2 to {MAX_SILOS}")
+    slugs: dict[str, str] = {}
+    for value in values:
+        slug = _slug(value)
+        if re.fullmatch(NAME, slug) is None or slug in RESERVED:
+            raise DataError(f"{column}: the value {shown(value)} gives no usable silo name; rename it")
+        if slug in slugs:
+            raise DataError(
+                f"{column}: the values {shown(slugs[slug])} and {shown(value)} "
+                f"both give the silo name {slug}; rename one"
+            )
+        slugs[slug] = value
+    array = np.array(groups, dtype=object)
+    parts = {slug: np.flatnonzero(array == slugs[slug]) for slug in sorted(slugs)}
+    for slug, part in parts.items():
+        if len(part) < split.min_rows:
+            raise DataError(
+                f"{column}: silo {slug} has {len(part)} rows and data.split.min_rows is {split.min_rows}; "
+                "give it more rows or lower min_rows"
+            )
+    return parts
+
+
+def _slug(value: str) -> str:
+    """A silo's name (`messages.NAME`): accents dropped, lower case, what is left out as hyphens."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", value) if not unicodedata.combining(c))
+    return re.sub(r"[^a-z0-9._-]+", "-", plain.casefold()).strip("-._")[:64]
+
+
+def _encode(table: Table, labels: tuple[str, ...]) -> Rows:
+    index = {label: number for number, label in enumerate(labels)}
+    for place, label in zip(table.places, table.labels, strict=True):
+        if label not in index:
+            raise DataError(
+                f"{table.name}: {place}: the label {shown(label)} does not occur in the training rows; "
+                "remove the row or add training rows with this label"
+            )
+    encoded = np.array([index[label] for label in table.labels], dtype=np.int64)
+    return Rows(tuple(table.ids), tuple(table.texts), encoded)
+
+
+def _read(data: Data) -> tuple[Table, Table]:
+    """Both sources, with ids that differ: two files may have the same stem."""
+    files = [Path(source) for source in (data.train, data.test) if not source.startswith(PREFIX)]
+    if len(files) == 2 and all(file.exists() for file in files) and files[0].samefile(files[1]):
+        raise DataError(f"{data.test}: is data.train and data.test at once; hold rows apart for the test")
+    group = data.split.column if isinstance(data.split, ColumnSplit) else None
+    train = _load(data.train, data, group, test=False)
+    test = _load(data.test, data, None, test=True)
+    if not set(train.ids).isdisjoint(test.ids):
+        train = replace(train, ids=[f"train/{row}" for row in train.ids])
+        test = replace(test, ids=[f"test/{row}" for row in test.ids])
+    return train, test
+
+
+def _load(source: str, config: Data, group: str | None, *, test: bool) -> Table:
+    if not source.startswith(PREFIX):
+        return read_table(Path(source), config.text, config.label, group)
+    if group is not None:
+        raise DataError(f'{source}: has no column "{group}"; set data.split.by to "dirichlet"')
+    documents = [d for d in unique(load_builtin(source)) if in_test_part(d.text) == test]
+    ids, texts, labels = zip(*documents, strict=True)
+    return Table(source, ids, texts, labels, (), ids)
