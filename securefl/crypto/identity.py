@@ -1,0 +1,335 @@
+"""Who signs and who can open: a private `Identity`, its public `Card`, and hybrid signatures.
+
+Every identity signs with Ed25519 and with ML-DSA-65 (FIPS 204), and a signature holds only if both do; it
+receives under the hybrid KEM X25519 with ML-KEM-768 (FIPS 203) of HPKE (RFC 9180). So either half may fall,
+the post-quantum or the classical one, and the other still protects. Private keys leave this room only
+through `Identity.save`; nothing here prints them, and an `Identity` cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import stat
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hpke
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA65PrivateKey, MLDSA65PublicKey
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from securefl.errors import BadSignature, DecryptionFailed, SecureflError, UsageError
+from securefl.files import read_limited, write_atomic, write_new
+from securefl.messages import NAME
+from securefl.release import canonical_json, parse_json
+
+ED25519_SIGNATURE, MLDSA65_SIGNATURE = 64, 3309
+SEALED_KEY = 1120 + 32 + 16  # bytes: encapsulation (ML-KEM-768 and X25519), a 32-byte key, AES-GCM tag
+_SEEDS = {"ed25519": 32, "mldsa65": 32, "mlkem768": 64, "x25519": 32}
+_PUBLIC = {"ed25519": 32, "mldsa65": 1952, "mlkem768": 1184, "x25519": 32}
+_CARD_CONTEXT = b"securefl/1 card"
+_FORMAT = "securefl.identity/1"
+_MAX_FILE = 64 * 2**10  # a card is 9 KiB and an identity half a KiB
+_SUITE = hpke.Suite(hpke.KEM.MLKEM768_X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
+
+
+def length_prefixed(*parts: bytes) -> bytes:
+    """Each part after its length as 4 bytes, big-endian: no two lists of parts give the same bytes."""
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def _signed_message(context: bytes, digest: bytes) -> bytes:
+    if len(digest) != 32:
+        raise ValueError("a signature covers a 32-byte digest")
+    return length_prefixed(context) + digest
+
+
+def to_base64(data: bytes) -> str:
+    """Standard base64 with padding."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def from_base64(text: object, size: int) -> bytes:
+    """The one canonical base64 of exactly `size` bytes. Raises ValueError, without the text, otherwise."""
+    if not isinstance(text, str):
+        raise ValueError("not a base64 string")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("not base64") from None  # the cause may quote its input
+    if len(data) != size or to_base64(data) != text:
+        raise ValueError(f"not the base64 of {size} bytes")
+    return data
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """Both signatures of one message: Ed25519 (64 bytes) and ML-DSA-65 (3309 bytes)."""
+
+    ed25519: bytes
+    mldsa65: bytes
+
+    def document(self) -> dict[str, str]:
+        """As JSON values (base64)."""
+        return {"ed25519": to_base64(self.ed25519), "mldsa65": to_base64(self.mldsa65)}
+
+    @classmethod
+    def from_document(cls, value: object) -> Signatures:
+        """The inverse of `document`. Raises ValueError for anything else."""
+        if not isinstance(value, dict) or set(value) != {"ed25519", "mldsa65"}:
+            raise ValueError("not a pair of signatures")
+        return cls(
+            from_base64(value["ed25519"], ED25519_SIGNATURE), from_base64(value["mldsa65"], MLDSA65_SIGNATURE)
+        )
+
+
+@dataclass(frozen=True)
+class _PublicKeys:
+    ed25519: Ed25519PublicKey
+    mldsa65: MLDSA65PublicKey
+    hybrid: hpke.MLKEM768X25519PublicKey
+
+
+class Card(BaseModel):
+    """The public half of an identity: a name, four public keys (base64), and its own signature over them.
+
+    A card cannot be made without a valid signature by its signing keys, so nobody can put another's signing
+    key on a card of his own. It does not prove that the name is true: compare `fingerprint` with its holder
+    by another way first. Cards of one fingerprint are equal (ML-DSA signatures differ from one signing to
+    the next). Raises ValidationError, or BadSignature where the card's own signature does not hold.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Literal[1] = 1
+    name: str = Field(pattern=NAME)
+    ed25519: str
+    mldsa65: str
+    mlkem768: str
+    x25519: str
+    signature: dict[str, str]
+
+    @model_validator(mode="after")
+    def _proves_possession(self) -> Self:
+        _ = self._keys  # raises ValueError where a key does not parse
+        self.verify(_CARD_CONTEXT, bytes.fromhex(self.fingerprint), Signatures.from_document(self.signature))
+        return self
+
+    @cached_property
+    def _keys(self) -> _PublicKeys:
+        raw = {name: from_base64(getattr(self, name), size) for name, size in _PUBLIC.items()}
+        return _PublicKeys(
+            Ed25519PublicKey.from_public_bytes(raw["ed25519"]),
+            MLDSA65PublicKey.from_public_bytes(raw["mldsa65"]),
+            hpke.MLKEM768X25519PublicKey(
+                MLKEM768PublicKey.from_public_bytes(raw["mlkem768"]),
+                X25519PublicKey.from_public_bytes(raw["x25519"]),
+            ),
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the length-prefixed version, name and four public keys."""
+        raw = [from_base64(getattr(self, name), size) for name, size in _PUBLIC.items()]
+        return _fingerprint(self.name, raw)
+
+    @property
+    def short_fingerprint(self) -> str:
+        """The first 128 bits in groups of four characters, to read aloud."""
+        return " ".join(self.fingerprint[i : i + 4] for i in range(0, 32, 4))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Card) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"Card({self.name}, {self.short_fingerprint})"
+
+    __str__ = __repr__
+
+    def verify(self, context: bytes, digest: bytes, signatures: Signatures) -> None:
+        """Require both signatures of `context` and the 32-byte `digest`.
+
+        Raises BadSignature naming the signer and the half that fails.
+        """
+        message = _signed_message(context, digest)
+        for half, verifier, signature in (
+            ("Ed25519", self._keys.ed25519.verify, signatures.ed25519),
+            ("ML-DSA-65", self._keys.mldsa65.verify, signatures.mldsa65),
+        ):
+            try:
+                verifier(signature, message)
+            except InvalidSignature:
+                raise BadSignature(f"the {half} signature of {self.name} does not hold") from None
+
+    def seal_key(self, key: bytes, info: bytes) -> bytes:
+        """HPKE base mode: `key` (32 bytes) for this card's holder alone, bound to `info`; 1168 bytes."""
+        try:
+            return _SUITE.encrypt(key, self._keys.hybrid, info)
+        except ValueError:
+            raise UsageError(f"the card of {self.name} has a key that nothing can be sealed to") from None
+
+    def to_json(self) -> bytes:
+        """The bytes of a card file: canonical JSON and a newline."""
+        return canonical_json(self.model_dump(mode="json")) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Card:
+        """Parse a card file. `where` (the file) begins the message of a UsageError or BadSignature."""
+        try:
+            document = parse_json(data)
+            return cls.model_validate(document)
+        except BadSignature as error:
+            raise BadSignature(f"{where}: {error}; the card was altered or is not its holder's") from None
+        except ValidationError as error:
+            field = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise UsageError(f"{where}: is not a securefl card ({field or 'a key'} is not valid)") from None
+        except ValueError:
+            raise UsageError(f"{where}: is not a securefl card (not JSON)") from None
+
+    def save(self, path: Path) -> None:
+        """Write the card file, atomically. Raises UsageError."""
+        write_atomic(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> Card:
+        """Read a card file. Raises UsageError or BadSignature with one sentence."""
+        return cls.from_json(read_limited(path, _MAX_FILE), str(path))
+
+
+def _fingerprint(name: str, keys: list[bytes]) -> str:
+    return hashlib.sha256(length_prefixed(b"1", name.encode(), *keys)).hexdigest()
+
+
+class Identity:
+    """The private half. Shows its name and fingerprint only; cannot be pickled or copied into JSON.
+
+    card: the public half.
+    """
+
+    __slots__ = ("_ed25519", "_hybrid", "_mldsa65", "_mlkem768", "_x25519", "card")
+
+    def __init__(self, name: str, seeds: dict[str, bytes]) -> None:
+        """From raw seeds: ed25519 (32 bytes), mldsa65 (32), mlkem768 (64) and x25519 (32).
+
+        Raises ValueError for other seeds or a name that is not one.
+        """
+        if {half: len(seed) for half, seed in seeds.items()} != _SEEDS:
+            raise ValueError("an identity is made of four seeds of 32, 32, 64 and 32 bytes")
+        self._ed25519 = Ed25519PrivateKey.from_private_bytes(seeds["ed25519"])
+        self._mldsa65 = MLDSA65PrivateKey.from_seed_bytes(seeds["mldsa65"])
+        self._mlkem768 = MLKEM768PrivateKey.from_seed_bytes(seeds["mlkem768"])
+        self._x25519 = X25519PrivateKey.from_private_bytes(seeds["x25519"])
+        self._hybrid = hpke.MLKEM768X25519PrivateKey(self._mlkem768, self._x25519)
+        raw = [
+            self._ed25519.public_key().public_bytes_raw(),
+            self._mldsa65.public_key().public_bytes_raw(),
+            self._mlkem768.public_key().public_bytes_raw(),
+            self._x25519.public_key().public_bytes_raw(),
+        ]
+        ed25519, mldsa65, mlkem768, x25519 = map(to_base64, raw)
+        self.card = Card(
+            name=name,
+            ed25519=ed25519,
+            mldsa65=mldsa65,
+            mlkem768=mlkem768,
+            x25519=x25519,
+            signature=self.sign(_CARD_CONTEXT, bytes.fromhex(_fingerprint(name, raw))).document(),
+        )
+
+    @classmethod
+    def generate(cls, name: str) -> Identity:
+        """A new identity from the operating system's randomness. Raises UsageError for a bad name."""
+        try:
+            return cls(name, {half: os.urandom(size) for half, size in _SEEDS.items()})
+        except ValidationError:
+            raise UsageError(
+                "a name is 1 to 64 of a-z, 0-9, '.', '_' and '-', and begins with a letter or digit"
+            ) from None
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    def __repr__(self) -> str:
+        return f"Identity({self.name}, {self.card.short_fingerprint}, private keys hidden)"
+
+    def __reduce__(self) -> NoReturn:
+        raise SecureflError(f"the identity of {self.name} cannot be serialised; use its save")
+
+    def sign(self, context: bytes, digest: bytes) -> Signatures:
+        """Both signatures over the length-prefixed `context` and a 32-byte `digest`."""
+        message = _signed_message(context, digest)
+        return Signatures(self._ed25519.sign(message), self._mldsa65.sign(message))
+
+    def open_key(self, sealed: bytes, info: bytes) -> bytes:
+        """Undo `Card.seal_key`. Raises DecryptionFailed."""
+        try:
+            return _SUITE.decrypt(sealed, self._hybrid, info)
+        except (InvalidTag, ValueError):
+            raise DecryptionFailed(f"a key sealed to {self.name} does not open") from None
+
+    def save(self, path: Path) -> None:
+        """Write the private file: mode 0600, whole or not at all, never over another file. UsageError."""
+        seeds = {
+            "ed25519": self._ed25519.private_bytes_raw(),
+            "mldsa65": self._mldsa65.private_bytes_raw(),
+            "mlkem768": self._mlkem768.private_bytes_raw(),
+            "x25519": self._x25519.private_bytes_raw(),
+        }
+        document: dict[str, Any] = {
+            "format": _FORMAT,
+            "name": self.name,
+            "fingerprint": self.card.fingerprint,
+            "seeds": {half: to_base64(seed) for half, seed in seeds.items()},
+        }
+        write_new(path, canonical_json(document) + b"\n", 0o600)
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Read what `save` wrote. Raises UsageError where others can read the file or it is malformed."""
+        data = _read_private(path)
+        try:
+            document = parse_json(data)
+            if set(document) != {"format", "name", "fingerprint", "seeds"} or document["format"] != _FORMAT:
+                raise ValueError
+            if set(document["seeds"]) != set(_SEEDS):
+                raise ValueError
+            seeds = {half: from_base64(document["seeds"][half], size) for half, size in _SEEDS.items()}
+            identity = cls(document["name"], seeds)
+            if identity.card.fingerprint != document["fingerprint"]:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # No cause: a parser's message may quote a key.
+            raise UsageError(
+                f"{path}: is not a securefl identity, or was damaged; restore it or make a new one"
+            ) from None
+        return identity
+
+
+def _read_private(path: Path) -> bytes:
+    """The bytes of a file that only its owner can reach; checked on the open file, not on its name."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise UsageError(f"{path}: is not an ordinary file")
+            if status.st_mode & 0o077:
+                mode = stat.S_IMODE(status.st_mode)
+                raise UsageError(f"{path}: others can reach this private key (mode {mode:04o}); chmod 600 it")
+            data = file.read(_MAX_FILE + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(data) > _MAX_FILE:
+        raise UsageError(f"{path}: is too large for an identity")
+    return data

@@ -1,0 +1,223 @@
+"""What one silo permits to leave, in a file that the silo's own people write and the server cannot touch.
+
+Unset means forbidden: an empty policy lets nothing out. Every refusal names the clause. This room decides
+and changes nothing; `client` asks it before a plan is acted on and again before anything is sealed.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from securefl.account import Account
+from securefl.config import PERMIT_EMBEDDINGS
+from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal, UsageError
+from securefl.files import read_limited, write_atomic
+from securefl.messages import FINGERPRINT, NAME, Party, RoundPlan
+from securefl.privacy import gaussian_epsilon
+from securefl.release import GaussianSums, NonPrivate, PayloadKind, Release
+
+_CENTROIDS = (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS)
+_MAX_FILE = 2**20
+# A budget calibrated to the very ceiling may come out above it by the root finder's error.
+_ROUNDING = 1e-6
+
+Fingerprint = Annotated[str, Field(pattern=FINGERPRINT)]
+
+
+class Policy(BaseModel):
+    """A silo's limits. The methods raise PolicyRefusal or BudgetExceeded, naming the clause."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str = Field(pattern=NAME, description="The silo whose policy this is.")
+    simulation: bool = Field(
+        False, description="Permit noise from a seed. It protects nobody: for simulations only."
+    )
+    servers: tuple[Fingerprint, ...] = Field((), description="Fingerprints of the servers it works with.")
+    peers: tuple[Fingerprint, ...] = Field((), description="Fingerprints of the silos it shares with.")
+    base_models: tuple[Fingerprint, ...] = Field(
+        (), description="SHA-256 of the public checkpoints it may train."
+    )
+    kinds: tuple[PayloadKind, ...] = Field((), description="Kinds of payload that may leave.")
+    nonprivate: tuple[PayloadKind, ...] = Field(
+        (), description="Of these, the kinds that may leave without differential privacy."
+    )
+    model_protections: tuple[Literal["sealed", "masked", "ckks"], ...] = Field(
+        (), description="How models may be protected; `sealed`: the server reads them."
+    )
+    centroid_protections: tuple[Literal["peer", "sealed"], ...] = Field(
+        (), description="How centroids may be protected; `peer`: the other silos read them."
+    )
+    min_cluster_size: int | None = Field(
+        None, ge=1, description="Rows that every centroid without noise stands for, at least."
+    )
+    max_epsilon: float | None = Field(
+        None, gt=0, description="Ceiling of all private releases in the ledger together, at `delta`."
+    )
+    delta: float | None = Field(None, gt=0, lt=1, description="The delta at which `max_epsilon` holds.")
+    allow_embedding_centroids: (
+        Literal["the tokens of these rows can be read back from what is shared"] | None
+    ) = Field(
+        None,
+        description="Needed, word for word, for centroids of the embedding layer without noise: "
+        f'"{PERMIT_EMBEDDINGS}".',
+    )
+    max_release_bytes: int | None = Field(None, ge=1, description="Largest body of one release, in bytes.")
+
+    @field_validator("kinds", "nonprivate")
+    @classmethod
+    def _are_releases(cls, kinds: tuple[PayloadKind, ...]) -> tuple[PayloadKind, ...]:
+        if PayloadKind.PLAN in kinds or PayloadKind.UNAVAILABLE in kinds:
+            raise ValueError("plan and unavailable are not releases")
+        return kinds
+
+    # --- the file
+
+    @classmethod
+    def load(cls, path: Path) -> Policy:
+        """Read a TOML file. Raises ConfigError naming the file and the field."""
+        try:
+            document = tomllib.loads(read_limited(path, _MAX_FILE).decode("utf-8"))
+            # As JSON text: strict validation then takes lists for tuples and strings for enumerations.
+            return cls.model_validate_json(json.dumps(document, allow_nan=False))
+        except UsageError as error:
+            raise ConfigError(str(error)) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: is not UTF-8 (byte {error.start})") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            reason = "unknown clause" if first["type"] == "extra_forbidden" else first["msg"]
+            raise ConfigError(f"{path}: {where}: {reason}") from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: has a date or a number that is not finite") from error
+
+    def to_toml(self) -> str:
+        """The TOML of this policy, every clause with its meaning; an unset clause is a comment."""
+        lines = ["# What this silo permits to leave. Unset means forbidden."]
+        values: dict[str, Any] = self.model_dump(mode="json")
+        for clause, field in type(self).model_fields.items():
+            value = values[clause]
+            # The values are numbers, booleans and ASCII text without controls: JSON and TOML agree on them.
+            written = f"# {clause} = (unset)" if value is None else f"{clause} = {json.dumps(value)}"
+            lines += ["", f"# {field.description}", written]
+        return "\n".join(lines) + "\n"
+
+    def save(self, path: Path) -> None:
+        """Write the TOML file, atomically."""
+        write_atomic(path, self.to_toml().encode())
+
+    # --- decisions
+
+    def _refuse(self, clause: str, why: str) -> NoReturn:
+        raise PolicyRefusal(f"the policy of {self.name} forbids it: {clause}: {why}")
+
+    def check_plan(self, plan: RoundPlan, server_fingerprint: str, base_sha256: str) -> None:
+        """Whether to act on a plan at all. What it produces is checked again by `check_release`.
+
+        server_fingerprint: whose signature the plan carries. base_sha256: of the checkpoint that this silo
+        trains. Raises PolicyRefusal.
+        """
+        if server_fingerprint not in self.servers:
+            self._refuse("servers", f"the server {server_fingerprint[:16]} is not listed")
+        if base_sha256 not in self.base_models:
+            self._refuse("base_models", f"the checkpoint {base_sha256[:16]} is not listed")
+        self._check_kind(plan.answer)
+        self._check_protection(plan.answer, "peer" if plan.answer in _CENTROIDS else plan.protection)
+        if plan.answer in _CENTROIDS:
+            self._check_peers([party for party in plan.cohort if party.name != self.name])
+
+    def check_release(self, release: Release, recipients: Sequence[Party], size: int) -> None:
+        """Whether a release may leave to these recipients; size: of its body, in bytes. PolicyRefusal."""
+        self._check_kind(release.kind)
+        if self.max_release_bytes is None or size > self.max_release_bytes:
+            limit = self.max_release_bytes or 0
+            self._refuse("max_release_bytes", f"a release of {size} bytes is above {limit}")
+        self._check_recipients(release.kind, recipients)
+        if isinstance(release.claim, GaussianSums):
+            self._check_noise(release.claim)
+        else:
+            self._check_nonprivate(release)
+
+    def check_budget(self, account_after: Account) -> None:
+        """Whether the account, with the next release in it, stays below the ceiling. BudgetExceeded.
+
+        Compares at the policy's own delta; what is NonPrivate has no epsilon and is `nonprivate`'s matter.
+        """
+        if account_after.private_epsilon is None:
+            return
+        if self.max_epsilon is None or self.delta is None:
+            clause = "max_epsilon" if self.max_epsilon is None else "delta"
+            raise BudgetExceeded(
+                f"the policy of {self.name} forbids it: {clause}: is not set, so no private release may leave"
+            )
+        epsilon = gaussian_epsilon(account_after.mu, self.delta)
+        if not epsilon <= self.max_epsilon * (1 + _ROUNDING):
+            raise BudgetExceeded(
+                f"the policy of {self.name} forbids it: max_epsilon: the releases together would have "
+                f"epsilon {epsilon:.4g} at delta {self.delta:g}, above {self.max_epsilon:g}"
+            )
+
+    def _check_kind(self, kind: PayloadKind) -> None:
+        if kind not in self.kinds:
+            self._refuse("kinds", f"{kind.value} is not listed")
+
+    def _check_protection(self, kind: PayloadKind, protection: str) -> None:
+        if kind in _CENTROIDS and protection not in self.centroid_protections:
+            self._refuse("centroid_protections", f"{protection} is not listed")
+        if kind is PayloadKind.MODEL and protection not in self.model_protections:
+            self._refuse("model_protections", f"{protection} is not listed")
+
+    def _check_peers(self, parties: Sequence[Party]) -> None:
+        for party in parties:
+            if party.key not in self.peers:
+                self._refuse("peers", f"{party.name} with the key {party.key[:16]} is not listed")
+
+    def _check_recipients(self, kind: PayloadKind, recipients: Sequence[Party]) -> None:
+        self._check_protection(kind, "peer" if kind in _CENTROIDS else "sealed")
+        if not recipients:
+            self._refuse("peers" if kind in _CENTROIDS else "servers", "a release without recipients")
+        if kind in _CENTROIDS:
+            self._check_peers(recipients)
+            return
+        for party in recipients:
+            if party.key not in self.servers:
+                self._refuse("servers", f"{party.name} with the key {party.key[:16]} is not listed")
+
+    def _check_noise(self, claim: GaussianSums) -> None:
+        if claim.simulated and not self.simulation:
+            self._refuse("simulation", "the noise comes from a seed, which protects nobody")
+
+    def _check_nonprivate(self, release: Release) -> None:
+        assert isinstance(release.claim, NonPrivate)
+        kind = release.kind
+        if kind not in self.nonprivate:
+            self._refuse("nonprivate", f"{kind.value} may not leave without differential privacy")
+        if kind is PayloadKind.EMBEDDING_CENTROIDS and self.allow_embedding_centroids is None:
+            self._refuse(
+                "allow_embedding_centroids",
+                f"without noise {PERMIT_EMBEDDINGS}; the clause must hold exactly this sentence",
+            )
+        if kind in _CENTROIDS:
+            self._check_sizes(release)
+
+    def _check_sizes(self, release: Release) -> None:
+        sizes, centroids = release.tensors.get("sizes"), release.tensors.get("centroids")
+        if sizes is None or centroids is None or sizes.shape != centroids.shape[:1]:
+            self._refuse(
+                "min_cluster_size", "the release does not say how many rows each centroid stands for"
+            )
+        if self.min_cluster_size is None:
+            self._refuse("min_cluster_size", "is not set, so no centroid without noise may leave")
+        # Written so that NaN, which is not below anything, is refused too.
+        if not bool(np.all(sizes >= self.min_cluster_size)):
+            self._refuse("min_cluster_size", f"a centroid stands for fewer than {self.min_cluster_size} rows")

@@ -1,0 +1,324 @@
+"""Identities, cards and hybrid signatures."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import stat
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from pydantic import ValidationError
+
+from securefl.crypto.identity import Card, Identity, Signatures, from_base64, to_base64
+from securefl.errors import BadSignature, DecryptionFailed, SecureflError, UsageError
+
+DIGEST = hashlib.sha256(b"a message").digest()
+SIZES = {"ed25519": 32, "mldsa65": 32, "mlkem768": 64, "x25519": 32}
+
+
+def seeds_of(tag: int) -> dict[str, bytes]:
+    return {half: bytes([tag]) * size for half, size in SIZES.items()}
+
+
+@pytest.fixture(scope="module")
+def alice() -> Identity:
+    return Identity("alice", seeds_of(1))
+
+
+@pytest.fixture(scope="module")
+def bob() -> Identity:
+    return Identity("bob", seeds_of(2))
+
+
+def flip(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+# --- signatures
+
+
+def test_a_signature_holds_for_its_context_and_digest_only(alice: Identity, bob: Identity) -> None:
+    signatures = alice.sign(b"one", DIGEST)
+    assert (len(signatures.ed25519), len(signatures.mldsa65)) == (64, 3309)
+    alice.card.verify(b"one", DIGEST, signatures)
+    for context, digest, card in [
+        (b"two", DIGEST, alice.card),
+        (b"one", flip(DIGEST, 0), alice.card),
+        (b"one", DIGEST, bob.card),
+        (b"on", b"e" + DIGEST[:31], alice.card),  # the context is length-prefixed
+    ]:
+        with pytest.raises(BadSignature, match=card.name):
+            card.verify(context, digest, signatures)
+
+
+@pytest.mark.parametrize(
+    ("half", "named"), [("ed25519", "Ed25519"), ("mldsa65", "ML-DSA-65")], ids=["ed25519", "mldsa65"]
+)
+@pytest.mark.parametrize("fault", ["altered", "emptied", "other", "cut"])
+def test_either_half_alone_is_not_enough(
+    alice: Identity, bob: Identity, half: str, named: str, fault: str
+) -> None:
+    good, others = alice.sign(b"c", DIGEST), bob.sign(b"c", DIGEST)
+    value = getattr(good, half)
+    bad = {"altered": flip(value, 40), "emptied": b"", "other": getattr(others, half), "cut": value[:-1]}[
+        fault
+    ]
+    halves = {"ed25519": good.ed25519, "mldsa65": good.mldsa65, half: bad}
+    with pytest.raises(BadSignature, match=named):
+        alice.card.verify(b"c", DIGEST, Signatures(**halves))
+
+
+def test_the_signed_bytes_are_those_of_the_written_format(alice: Identity) -> None:
+    signature = alice.sign(b"ctx", DIGEST).ed25519
+    key = Ed25519PublicKey.from_public_bytes(from_base64(alice.card.ed25519, 32))
+    key.verify(signature, b"\x00\x00\x00\x03ctx" + DIGEST)
+
+
+def test_only_a_digest_is_signed(alice: Identity) -> None:
+    with pytest.raises(ValueError, match="32-byte"):
+        alice.sign(b"c", b"short")
+
+
+# --- sealing keys
+
+
+@pytest.mark.parametrize("half", ["mlkem768", "x25519"])
+def test_a_sealed_key_needs_both_halves(alice: Identity, half: str) -> None:
+    sealed = alice.card.seal_key(b"k" * 32, b"info")
+    assert len(sealed) == 1168
+    assert alice.open_key(sealed, b"info") == b"k" * 32
+    crippled = Identity("alice", {**seeds_of(1), half: bytes([9]) * SIZES[half]})
+    for identity, info in ((crippled, b"info"), (alice, b"other")):
+        with pytest.raises(DecryptionFailed, match="alice"):
+            identity.open_key(sealed, info)
+
+
+def test_a_low_order_x25519_key_is_refused_when_sealing(alice: Identity) -> None:
+    forged = alice.card.model_copy(update={"x25519": to_base64(bytes(32))})
+    forged.__dict__.pop("_keys", None)
+    with pytest.raises(UsageError, match="alice"):
+        forged.seal_key(b"k" * 32, b"")
+
+
+# --- cards
+
+
+def test_fingerprint_is_the_hash_of_the_written_format(alice: Identity) -> None:
+    card = alice.card
+    expected = hashlib.sha256()
+    for part in (
+        b"1",
+        b"alice",
+        from_base64(card.ed25519, 32),
+        from_base64(card.mldsa65, 1952),
+        from_base64(card.mlkem768, 1184),
+        from_base64(card.x25519, 32),
+    ):
+        expected.update(len(part).to_bytes(4, "big") + part)
+    assert card.fingerprint == expected.hexdigest()
+    assert card.short_fingerprint.replace(" ", "") == card.fingerprint[:32]
+    assert len(card.short_fingerprint.split()) == 8
+
+
+def test_a_card_survives_its_file(alice: Identity, tmp_path: Path) -> None:
+    alice.card.save(tmp_path / "alice.json")
+    again = Card.load(tmp_path / "alice.json")
+    assert again == alice.card
+    assert again.model_dump() == alice.card.model_dump()
+    again.verify(b"c", DIGEST, alice.sign(b"c", DIGEST))
+    pretty = json.dumps(json.loads(alice.card.to_json()), indent=2).encode()
+    assert Card.from_json(pretty, "x") == alice.card
+
+
+@pytest.mark.parametrize("field", ["name", "ed25519", "mldsa65", "mlkem768", "x25519"])
+def test_no_field_of_a_card_can_be_replaced(alice: Identity, bob: Identity, field: str) -> None:
+    document = json.loads(alice.card.to_json())
+    document[field] = getattr(bob.card, field)
+    with pytest.raises(BadSignature, match=r"^file\.json: .* does not hold"):
+        Card.from_json(json.dumps(document).encode(), "file.json")
+
+
+def test_nobody_puts_anothers_signing_key_on_his_own_card(alice: Identity, bob: Identity) -> None:
+    """Eve takes Alice's Ed25519 key for her own ML-DSA key, and signs what she can."""
+    mixed = {**alice.card.model_dump(), "mldsa65": bob.card.mldsa65}
+    mixed["signature"] = bob.sign(b"securefl/1 card", DIGEST).document()
+    with pytest.raises(BadSignature, match="Ed25519"):
+        Card.model_validate(mixed)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"extra": 1},
+        {"version": 2},
+        {"name": "Alice"},
+        {"name": "../alice"},
+        {"ed25519": "AAAA"},
+        {"ed25519": 5},
+        {"mlkem768": to_base64(b"\xff" * 1184)},  # coefficients above the modulus (FIPS 203, 7.2)
+        {"signature": {"ed25519": "AA=="}},
+        {"signature": None},
+    ],
+)
+def test_a_malformed_card_is_one_sentence(alice: Identity, change: dict[str, object]) -> None:
+    document = {**json.loads(alice.card.to_json()), **change}
+    with pytest.raises(UsageError, match=r"^card\.json: is not a securefl card") as caught:
+        Card.from_json(json.dumps(document).encode(), "card.json")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b'{"name":1,"name":2}', b"[" * 100_000])
+def test_what_is_no_json_object_is_no_card(data: bytes) -> None:
+    with pytest.raises(UsageError, match=r"^f: is not a securefl card"):
+        Card.from_json(data, "f")
+
+
+def test_cards_are_immutable(alice: Identity) -> None:
+    with pytest.raises(ValidationError):
+        alice.card.name = "bob"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("text", ["AA", "AA==\n", "AB==", "AA=A", " AA==", "", None, "é"])
+def test_base64_has_one_spelling(text: object) -> None:
+    with pytest.raises(ValueError, match="base64"):
+        from_base64(text, 1)
+
+
+# --- identities
+
+
+def test_generated_identities_differ_and_keep_their_fingerprint(tmp_path: Path) -> None:
+    one, two = Identity.generate("silo-1"), Identity.generate("silo-1")
+    assert one.card.fingerprint != two.card.fingerprint
+    path = tmp_path / "silo-1.key"
+    one.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = Identity.load(path)
+    assert again.card == one.card
+    assert again.name == "silo-1"
+    again.card.verify(b"c", DIGEST, one.sign(b"c", DIGEST))
+    assert again.open_key(one.card.seal_key(b"k" * 32, b""), b"") == b"k" * 32
+    assert [file.name for file in tmp_path.iterdir()] == ["silo-1.key"]
+
+
+def test_mode_is_0600_whatever_the_umask(tmp_path: Path, alice: Identity) -> None:
+    before = os.umask(0)
+    try:
+        alice.save(tmp_path / "key")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+
+
+def test_save_never_overwrites(tmp_path: Path, alice: Identity) -> None:
+    path = tmp_path / "key"
+    path.write_text("precious")
+    with pytest.raises(UsageError, match="exists already"):
+        alice.save(path)
+    assert path.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_save_into_no_folder_is_one_sentence(tmp_path: Path, alice: Identity) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        alice.save(tmp_path / "absent" / "key")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o601, 0o660, 0o644])
+def test_load_refuses_a_file_that_others_can_reach(tmp_path: Path, alice: Identity, mode: int) -> None:
+    path = tmp_path / "key"
+    alice.save(path)
+    path.chmod(mode)
+    with pytest.raises(UsageError, match="others can reach"):
+        Identity.load(path)
+
+
+def private_text(path: Path) -> list[str]:
+    return list(json.loads(path.read_bytes())["seeds"].values())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda d: {**d, "format": "securefl.identity/2"},
+        lambda d: {**d, "name": "bob"},
+        lambda d: {**d, "name": "NO"},
+        lambda d: {**d, "name": 7},
+        lambda d: {**d, "more": 1},
+        lambda d: {k: v for k, v in d.items() if k != "seeds"},
+        lambda d: {**d, "seeds": {**d["seeds"], "x25519": d["seeds"]["mlkem768"]}},
+        lambda d: {**d, "seeds": {**d["seeds"], "x25519": "!" + d["seeds"]["x25519"]}},
+        lambda d: {**d, "seeds": {**d["seeds"], "x25519": d["seeds"]["ed25519"]}},
+        lambda d: {**d, "seeds": {**d["seeds"], "more": d["seeds"]["ed25519"]}},
+        lambda d: {**d, "seeds": list(d["seeds"].values())},
+        lambda d: list(d["seeds"].values()),
+        lambda d: d["seeds"]["mldsa65"],
+    ],
+)
+def test_a_damaged_identity_is_one_sentence_without_keys(tmp_path: Path, spoil: Callable[[Any], Any]) -> None:
+    path = tmp_path / "key"
+    Identity.generate("alice").save(path)
+    secrets = private_text(path)
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps(spoil(document)))
+    with pytest.raises(UsageError, match="is not a securefl identity") as caught:
+        Identity.load(path)
+    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+    assert not any(secret[:12] in shown for secret in secrets)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 300])
+def test_a_truncated_identity_is_refused(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "key"
+    Identity.generate("alice").save(path)
+    secrets = private_text(path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(UsageError, match="is not a securefl identity") as caught:
+        Identity.load(path)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert not any(secret[:12] in shown for secret in secrets)
+
+
+def test_load_of_nothing_a_folder_or_too_much(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(UsageError, match="cannot be read"):
+            Identity.load(path)
+    big = tmp_path / "big"
+    big.touch(0o600)
+    big.write_bytes(b" " * 70_000)
+    with pytest.raises(UsageError, match="too large"):
+        Identity.load(big)
+
+
+def test_private_keys_do_not_show(alice: Identity) -> None:
+    seeds = [*seeds_of(1).values()]
+    shown = [repr(alice), str(alice), f"{alice!r} {alice}", repr([alice]), repr(alice.card), str(alice.card)]
+    for text in shown:
+        assert "alice" in text
+        assert not any(seed.hex()[:16] in text or to_base64(seed)[:12] in text for seed in seeds)
+    assert not hasattr(alice, "__dict__")
+
+
+def test_an_identity_is_neither_pickled_nor_copied(alice: Identity) -> None:
+    for leak in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(SecureflError, match="cannot be serialised"):
+            leak(alice)
+
+
+@pytest.mark.parametrize("name", ["", "Alice", "a" * 65, "a/b", ".a", "a b", "a\n", "é"])
+def test_a_bad_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="a name is"):
+        Identity.generate(name)
+
+
+def test_seeds_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="four seeds"):
+        Identity("alice", {**seeds_of(1), "mlkem768": bytes(32)})
