@@ -7,12 +7,15 @@ training and saving; only what a trained model knows is missing. Nothing here is
 from __future__ import annotations
 
 import csv
+import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.decoders import WordPiece as WordPieceDecoder
@@ -160,6 +163,45 @@ def make_llm(folder: Path, *, layers: int = 2, width: int = 32, seed: int = 0) -
             )
         )
     return save(model, tokenizer, folder)
+
+
+def make_gguf(folder: Path, seed: int = 0) -> Path:
+    """The model of `make_llm` as a folder with one float32 GGUF file, as llama.cpp's converter writes it."""
+    source = make_llm(folder.with_name(folder.name + "-source"), seed=seed)
+    config = json.loads((source / "config.json").read_text())
+    tokenizer = json.loads((source / "tokenizer.json").read_text())["model"]
+    weights = load_file(source / "model.safetensors")
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(folder / "tiny.gguf", "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__))
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
+    writer.add_token_types([3, 3] + [1] * (config["vocab_size"] - 2))  # 3 is control, 1 is normal
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = config["num_attention_heads"]
+    for name, array in weights.items():
+        stored = array
+        if name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):  # the halves of a rotary pair lie side by side there
+            stored = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder
 
 
 def label_words(labels: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,159 @@
+"""FedKC's knowledge composition: clusters, their means, and the consistency loss against them.
+
+Source: Wang et al., "FedKC: Federated Knowledge Composition for Multilingual Natural Language Understanding",
+WWW 2022, doi 10.1145/3485447.3511988; equation numbers are the paper's. Sizes below: n rows, q clusters,
+S positions, d numbers a vector, C labels.
+
+Limitations. A mean over a cluster is no anonymity, whatever the minimum size: the tokens behind a mean of
+embedding-layer outputs can be read back with the public token table, and the membership of a row in a pooled
+mean can be tested. What may leave is decided in `privacy` and by the silo's policy, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans
+from torch import Tensor
+
+from securefl.errors import NonFiniteUpdate, WrongShape
+from securefl.models import Slm
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Knowledge:
+    """What one silo shares: q centroids and what its model says of them. The repr shows the sizes only.
+
+    vectors: (q, d) pooled, or (q, S, d) embedding-layer outputs. mask: None for pooled vectors, else (q, S),
+    1 where a centroid has a position. predictions: (q, C), the mean probabilities of a cluster's rows.
+    sizes: (q,), how many rows a cluster has (noisy under differential privacy).
+    withheld: clusters below the minimum size that were dropped. For the silo's own account; it is not sent,
+    and 0 in what a peer receives.
+    Raises WrongShape where these shapes disagree and NonFiniteUpdate for NaN or infinity.
+    """
+
+    vectors: NDArray[np.float32]
+    mask: NDArray[np.float32] | None
+    predictions: NDArray[np.float32]
+    sizes: NDArray[np.float32]
+    withheld: int = 0
+
+    def __post_init__(self) -> None:
+        q = len(self.vectors)
+        wanted = None if self.vectors.ndim == 2 else self.vectors.shape[:2]
+        if self.vectors.ndim not in (2, 3) or (None if self.mask is None else self.mask.shape) != wanted:
+            raise WrongShape("centroids are (q, d) without a mask or (q, S, d) with a mask (q, S)")
+        if self.predictions.ndim != 2 or len(self.predictions) != q or self.sizes.shape != (q,):
+            raise WrongShape("centroids, their predictions and their sizes differ in number")
+        for name in ("vectors", "mask", "predictions", "sizes"):
+            array = getattr(self, name)
+            if array is not None and not np.isfinite(array).all():
+                raise NonFiniteUpdate(f"the {name} of the centroids hold NaN or infinity")
+
+    def __repr__(self) -> str:
+        return f"Knowledge({len(self.sizes)} centroids, {self.withheld} withheld)"
+
+    def tensors(self) -> dict[str, NDArray[np.float32]]:
+        """The arrays under the names that they have in a release."""
+        found = {"centroids": self.vectors, "predictions": self.predictions, "sizes": self.sizes}
+        return found if self.mask is None else {**found, "mask": self.mask}
+
+
+def cluster(pooled: NDArray[np.floating[Any]], clusters: int, seed: int) -> NDArray[np.int64]:
+    """KMeans labels (n,) of the pooled vectors (n, d): at most `clusters`, and no more than distinct rows.
+
+    The paper clusters on the pooled vector for every choice of layer, since S x d numbers are too many.
+    """
+    if len(pooled) == 0:
+        return np.zeros(0, np.int64)
+    distinct = len(np.unique(pooled, axis=0))
+    means = KMeans(min(clusters, distinct), n_init=4, random_state=seed)
+    labels: NDArray[np.int64] = means.fit_predict(np.asarray(pooled, np.float64)).astype(np.int64)
+    return labels
+
+
+def compose(
+    vectors: NDArray[np.floating[Any]],
+    mask: NDArray[np.floating[Any]] | None,
+    predictions: NDArray[np.floating[Any]],
+    assignment: NDArray[np.int64],
+    min_size: int,
+) -> tuple[Knowledge, list[NDArray[np.int64]]]:
+    """The means of eq. (6) in each cluster, and the row indices behind each, in the same order.
+
+    vectors: (n, d), or (n, S, d) with `mask` (n, S) of 0 and 1. predictions: (n, C). assignment: (n,), a
+    cluster's number for every row. Clusters of fewer than `min_size` rows are withheld: dropped and counted.
+
+    The paper does not say how texts of different length are averaged. Here a centroid's position is the mean
+    over those texts of the cluster that have the position, and its mask has the positions present in any of
+    them; a position in none is zero.
+    """
+    groups = [np.flatnonzero(assignment == c) for c in np.unique(assignment)]
+    kept = [rows for rows in groups if len(rows) >= min_size]
+    q = len(kept)
+    centroids = np.zeros((q, *vectors.shape[1:]), np.float32)
+    masks = None if mask is None else np.zeros((q, mask.shape[1]), np.float32)
+    means = np.zeros((q, predictions.shape[1]), np.float32)
+    for c, rows in enumerate(kept):
+        means[c] = predictions[rows].mean(0, dtype=np.float64)
+        if mask is None or masks is None:
+            centroids[c] = vectors[rows].mean(0, dtype=np.float64)
+            continue
+        present = mask[rows].astype(np.float64)
+        total = np.einsum("ns,nsd->sd", present, vectors[rows].astype(np.float64))
+        centroids[c] = total / np.maximum(present.sum(0), 1)[:, None]
+        masks[c] = present.any(0)
+    sizes = np.array([len(rows) for rows in kept], np.float32)
+    return Knowledge(centroids, masks, means, sizes, len(groups) - q), kept
+
+
+def _cluster_weights(knowledge: Knowledge, weights: Literal["uniform", "size"]) -> NDArray[np.float64]:
+    """(q,), summing to 1. Noisy sizes can be negative; they then count as 0, and as equal if all are."""
+    q = len(knowledge.sizes)
+    sizes = np.maximum(knowledge.sizes.astype(np.float64), 0)
+    if weights == "uniform" or sizes.sum() <= 0:
+        return np.full(q, 1 / q)
+    shares: NDArray[np.float64] = sizes / sizes.sum()
+    return shares
+
+
+def consistency_loss(slm: Slm, knowledge: Sequence[Knowledge], weights: Literal["uniform", "size"]) -> Tensor:
+    """Equation (8): the mean over silos m of sum_c a_c CE( yhat_c^m, f(e_c^m; w_i) ), a scalar.
+
+    f is the part of `slm` after the composed layer: the head for pooled vectors, the whole encoder for
+    embedding-layer outputs. a_c = 1/q ("uniform", the paper's) or |C_c| / n_m ("size", the exact expansion of
+    eq. (3)). Centroids and predictions are constants: the gradient reaches the weights w_i of `slm` alone.
+    The paper sums over silos; the mean keeps alpha's meaning when their number changes. Without any centroid
+    the loss is 0. Raises WrongShape for knowledge that does not fit `slm` or its fellows.
+    """
+    given = [part for part in knowledge if len(part.sizes)]
+    if not given:
+        return torch.zeros((), device=slm.device)
+    first = given[0].vectors.shape[1:]
+    for part in given:
+        if part.vectors.shape[1:] != first or part.predictions.shape[1] != len(slm.labels):
+            raise WrongShape(
+                "the centroids of two silos, or their predictions and this model, differ in shape"
+            )
+    if len(first) == 1 and first[0] != slm.width:
+        raise WrongShape(
+            f"pooled centroids have {first[0]} numbers and {slm.name} has vectors of {slm.width}"
+        )
+
+    def constant(arrays: Sequence[NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(slm.device)
+
+    # One pass for all silos; every centroid carries its weight within its silo.
+    e = constant([part.vectors for part in given])
+    target = constant([part.predictions for part in given])
+    weight = constant([_cluster_weights(part, weights) / len(given) for part in given])
+    pooled = e
+    if len(first) == 2:
+        pooled = slm.from_embeddings(e, constant([part.mask for part in given if part.mask is not None]))
+    cross_entropies = -(target * slm.head(pooled).log_softmax(-1)).sum(-1)
+    return (weight * cross_entropies).sum()
