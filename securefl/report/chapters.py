@@ -1,0 +1,323 @@
+"""The chapters of a report about results: accuracy, data, traffic, the language model.
+
+Each function turns results into one `Section`; `securefl.report` puts them in order. They read `Result`
+objects only, and must not write or know of attacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from securefl.report import digest
+from securefl.report.digest import run_name
+from securefl.report.figures import Dot, Panel, dot_panels, dots_alt, label_picture
+from securefl.report.page import (
+    Badge,
+    Block,
+    Cell,
+    Fold,
+    Paragraph,
+    Picture,
+    Section,
+    Table,
+    accuracy,
+    clean,
+    duration,
+    interval,
+    listing,
+    named,
+    signed,
+    size,
+)
+from securefl.result import ClientRow, Result
+
+_MOST_PANELS = 9
+_MOST_TEXTS = 20
+_MOST_LABELS = 12
+_FIRST_KEYS = ("silo", "client", "round", "label", "text")
+
+
+def _interval_cell(value: float, ends: tuple[float, float]) -> Cell:
+    return Cell(accuracy(value), interval(ends))
+
+
+def difference_cells(result: Result) -> tuple[Cell, Cell]:
+    """The mean difference to training alone with its interval, and how to read it."""
+    if result.difference is None:
+        return Cell("–"), Cell("–")
+    if result.difference.within_noise:
+        badge = Badge("within noise", "caution")
+    else:
+        badge = Badge("better", "good") if result.difference.value > 0 else Badge("worse", "bad")
+    value = Cell(signed(result.difference.value), interval(result.difference.interval, signed))
+    return value, Cell("", badges=(badge,))
+
+
+def silo_names(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(client.name for result in results for client in result.clients))
+
+
+def client_row(result: Result, name: str) -> ClientRow | None:
+    return next((client for client in result.clients if client.name == name), None)
+
+
+# --- accuracy -----------------------------------------------------------------------------------------
+
+
+def _accuracy_picture(results: Sequence[Result]) -> Picture:
+    silos = silo_names(results)[:_MOST_PANELS]
+    ends = [end for r in results for c in r.clients for end in (*c.test_interval, c.baseline_accuracy)]
+    limits = (max(0.0, min(ends) - 0.03), min(1.0, max(ends) + 0.03))
+    panels = []
+    for silo in silos:
+        found = [(r, client) for r in results if (client := client_row(r, silo)) is not None]
+        dots = (Dot(run_name(r), c.test_accuracy, c.test_interval, c.baseline_accuracy) for r, c in found)
+        panels.append(Panel(silo, tuple(dots), limits))
+    if len(results) == 1:
+        dots = (
+            Dot(c.name, c.test_accuracy, c.test_interval, c.baseline_accuracy) for c in results[0].clients
+        )
+        panels = [Panel("Test accuracy", tuple(dots), limits)]
+    legend = ["value: accuracy, 95 % interval", "reference: the silo's own model, nothing exchanged"]
+    if len(results) > 1 and any(r.difference is not None for r in results):
+        changes = (
+            Dot(run_name(r), r.difference.value, r.difference.interval, hollow=r.difference.within_noise)
+            if r.difference is not None
+            else Dot(run_name(r), None, None)
+            for r in results
+        )
+        panels.append(Panel("Mean change", tuple(changes), at=0.0))
+        legend.append("hollow: change within noise")
+    caption = (
+        "Test accuracy in each silo. Where the grey mark lies inside a bar, the test of that silo alone "
+        "shows no difference."
+    )
+    if len(silo_names(results)) > len(silos) and len(results) > 1:
+        caption += (
+            f" The first {len(silos)} of {len(silo_names(results))} silos are drawn; the tables have all."
+        )
+    return Picture(dot_panels("accuracy", panels, legend), dots_alt(panels), caption)
+
+
+def _accuracy_matrix(results: Sequence[Result]) -> Table:
+    silos = silo_names(results)
+    served = any(r.server.test_accuracy is not None for r in results)
+    rows = []
+    for r in results:
+        cells: list[Cell | str] = [Cell(run_name(r), full=r.name)]
+        for silo in silos:
+            client = client_row(r, silo)
+            cells.append(
+                "–" if client is None else _interval_cell(client.test_accuracy, client.test_interval)
+            )
+        cells += [accuracy(digest.mean_accuracy(r)), *difference_cells(r)]
+        cells += [accuracy(r.server.test_accuracy)] if served else []
+        rows.append(tuple(cells))
+    columns = ("Run", *(clean(silo, 32) for silo in silos), "Mean", "Against alone", "Read as")
+    columns += ("Server's model",) if served else ()
+    return Table(
+        "Test accuracy of every silo's model, with 95 % intervals",
+        columns,
+        tuple(rows),
+        numeric=frozenset(range(1, len(columns))) - {len(silos) + 3},
+        note="Intervals of a silo: Wilson. Of a difference: paired bootstrap over the test texts.",
+    )
+
+
+def _silo_accuracy(results: Sequence[Result]) -> Table:
+    rows = []
+    for r in results:
+        for c in r.clients:
+            kept = {None: "", True: "took the server's candidate", False: "kept its own model"}[
+                c.kept_candidate
+            ]
+            rows.append((
+                named(c.name), run_name(r), Cell(clean(c.model, 40), kept, full=c.model),
+                f"{c.train_rows:,}", f"{c.validation_rows:,}",
+                _interval_cell(c.test_accuracy, c.test_interval),
+                accuracy(c.baseline_accuracy), signed(c.test_accuracy - c.baseline_accuracy),
+            ))  # fmt: skip
+    return Table(
+        "Every silo and its own model, trained as long with nothing exchanged",
+        ("Silo", "Run", "Model", "Training rows", "Validation rows", "Accuracy", "Alone", "Change"),
+        tuple(rows),
+        numeric=frozenset({3, 4, 5, 6, 7}),
+        note="The change of a single silo has no interval of its own: read it beside that of its accuracy.",
+    )
+
+
+def accuracy_section(results: Sequence[Result]) -> Section:
+    blocks: list[Block] = [_accuracy_matrix(results), _accuracy_picture(results)]
+    if len(results) == 1:
+        blocks = [_accuracy_picture(results), _silo_accuracy(results)]
+        if results[0].server.test_accuracy is not None:
+            text = f"The server's model scores {accuracy(results[0].server.test_accuracy)} on the same texts."
+            blocks.append(Paragraph(text))
+    else:
+        blocks.append(Fold("Silo by silo, beside training alone", (_silo_accuracy(results),)))
+    return Section("Accuracy", tuple(blocks))
+
+
+# --- data, rounds -------------------------------------------------------------------------------------
+
+
+def data_section(results: Sequence[Result]) -> Section:
+    splits: dict[str, list[Result]] = {}
+    for r in results:
+        key = repr([(c.name, c.train_rows, c.validation_rows, sorted(c.labels.items())) for c in r.clients])
+        splits.setdefault(key, []).append(r)
+    blocks: list[Block] = []
+    for index, same in enumerate(splits.values()):
+        r = same[0]
+        whose = "the same in every run" if len(splits) == 1 else f"in {listing([run_name(x) for x in same])}"
+        whose = "" if len(results) == 1 else f", {whose}"
+        labels = sorted({label for c in r.clients for label in c.labels})
+        shown = labels[:_MOST_LABELS]
+        rows: tuple[tuple[Cell | str, ...], ...] = tuple(
+            (named(c.name), f"{c.train_rows:,}", f"{c.validation_rows:,}",
+             *(f"{c.labels.get(label, 0):,}" for label in shown))
+            for c in r.clients
+        )  # fmt: skip
+        columns = ("Silo", "Training rows", "Validation rows", *(clean(label, 28) for label in shown))
+        rest = len(labels) - len(shown)
+        note = f"{rest} more labels are not listed." if rest else ""
+        caption = f"Training rows and labels of every silo{whose}."
+        silos = {c.name: c.labels for c in r.clients}
+        blocks.append(label_picture(f"labels-{index}", silos, caption))
+        blocks.append(Table("Rows and labels", columns, rows, frozenset(range(1, len(columns))), note=note))
+    return Section("Labels in each silo", tuple(blocks))
+
+
+def rounds_section(results: Sequence[Result]) -> Section:
+    total = tuple(
+        (
+            Cell(run_name(r), full=r.name), str(len(r.rounds)), size(sum(x.bytes_up for x in r.rounds)),
+            size(sum(x.bytes_down for x in r.rounds)), duration(r.seconds), size(r.peak_memory_bytes),
+            str(sum(len(x.dropped) for x in r.rounds)), str(sum(len(x.refusals) for x in r.rounds)),
+        )
+        for r in results
+    )  # fmt: skip
+    names = ("Run", "Rounds", "Up", "Down", "Time", "Peak memory", "Silos dropped", "Refusals")
+    blocks: list[Block] = [
+        Table(
+            "Traffic and time",
+            names,
+            total,
+            frozenset(range(1, 8)),
+            note="Bytes are those of sealed messages.",
+        )
+    ]
+    refused = [
+        (
+            run_name(r),
+            str(x.round),
+            named(d.name),
+            clean(d.step, 20),
+            clean(d.error, 40),
+            clean(d.reason, 300),
+        )
+        for r in results
+        for x in r.rounds
+        for d in x.refusals
+    ]
+    if refused:
+        heads = ("Run", "Round", "Silo", "Step", "Error", "Reason")
+        blocks.append(Table("Refusals and drop-outs", heads, tuple(refused), frozenset({1}), frozenset({5})))
+    else:
+        blocks.append(Paragraph("No silo was refused in any round."))
+    each = tuple(
+        (
+            run_name(r),
+            str(x.round),
+            duration(x.seconds),
+            size(x.bytes_up),
+            size(x.bytes_down),
+            listing(x.dropped) or "–",
+        )
+        for r in results
+        for x in r.rounds
+    )
+    heads = ("Run", "Round", "Time", "Up", "Down", "Dropped")
+    blocks.append(Fold("Round by round", (Table("Every round", heads, each, frozenset({1, 2, 3, 4})),)))
+    return Section("Rounds and traffic", tuple(blocks))
+
+
+# --- CrossLM ------------------------------------------------------------------------------------------
+
+
+def _change(before: float | None, after: float | None, digits: int = 3) -> str:
+    if before is None and after is None:
+        return "–"
+    return " → ".join("–" if value is None else f"{value:.{digits}f}" for value in (before, after))
+
+
+def _series(values: Sequence[float]) -> str:
+    more = " …" if len(values) > 24 else ""
+    return ", ".join(f"{value:.3f}" for value in values[:24]) + more or "–"
+
+
+def _synthetic_table(result: Result) -> Table:
+    texts = result.server.synthetic[:_MOST_TEXTS]
+    known = list(dict.fromkeys(key for text in texts for key in text))
+    keys = [key for key in _FIRST_KEYS if key in known] + [key for key in known if key not in _FIRST_KEYS][:4]
+
+    def show(value: Any) -> Cell:
+        if isinstance(value, bool):
+            return Cell("yes" if value else "no")
+        if isinstance(value, float):
+            return Cell(f"{value:.3f}")
+        return Cell("–" if value is None else clean(str(value), 280))
+
+    numeric = frozenset(i for i, key in enumerate(keys) if any(isinstance(t.get(key), float) for t in texts))
+    total = len(result.server.synthetic)
+    note = f"{len(texts)} of {total} texts." if total > len(texts) else ""
+    return Table(
+        f"Synthetic texts: {run_name(result)}",
+        tuple(clean(key, 24).replace("_", " ").capitalize() for key in keys),
+        tuple(tuple(show(text.get(key)) for key in keys) for text in texts),
+        numeric,
+        frozenset(i for i, key in enumerate(keys) if key == "text"),
+        note=note,
+    )
+
+
+def language_section(results: Sequence[Result]) -> Section | None:
+    figures = ("nlu_accuracy", "nlg_accuracy", "perplexity_after", "perplexity_before", "nlu_accuracy_before")
+    chosen = [
+        r
+        for r in results
+        if r.server.synthetic or r.server.kl or any(getattr(r.server, f) is not None for f in figures)
+    ]
+    if not chosen:
+        return None
+    rows = tuple(
+        (
+            Cell(run_name(r), full=r.name), _change(r.server.nlu_accuracy_before, r.server.nlu_accuracy),
+            accuracy(r.server.nlg_accuracy),
+            _change(r.server.perplexity_before, r.server.perplexity_after, 2),
+            _series(r.server.kl),
+        )
+        for r in chosen
+    )  # fmt: skip
+    heads = (
+        "Run",
+        "Understanding, before → after",
+        "Generation",
+        "Perplexity, before → after",
+        "KL at each arrival",
+    )
+    table = Table(
+        "The language model on the server",
+        heads,
+        rows,
+        frozenset({1, 2, 3}),
+        frozenset({4}),
+        note="Understanding: share of test texts whose label the language model names. Generation: share of "
+        "its texts that the silos' models label as asked; they also graded it while it learned. KL: how far "
+        "it moved from where it began, in nats a token.",
+    )
+    folds = tuple(
+        Fold(f"What it wrote: {run_name(r)}", (_synthetic_table(r),)) for r in chosen if r.server.synthetic
+    )
+    return Section("The language model", (table, *folds))

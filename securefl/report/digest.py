@@ -1,0 +1,276 @@
+"""What results say, in words and small tables: names, what left, the claims, the opening sentences.
+
+The HTML report and the terminal tables are two views of this one digest. It reads `Result` objects only;
+it must not draw, write or know of attacks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from securefl.report.page import accuracy, clean, count, delta, epsilon, interval, listing, signed
+from securefl.result import ClientRow, ReleaseRow, Result
+
+SERVER = "server"
+SHORT = {
+    "model": "weights",
+    "centroids": "pooled averages",
+    "embedding-centroids": "token averages",
+    "metrics": "scores",
+}
+KINDS = {
+    "model": "Trained weights",
+    "centroids": "Group averages of pooled vectors",
+    "embedding-centroids": "Group averages of token vectors",
+    "metrics": "Scores",
+}
+NO_EPSILON = "no finite epsilon"
+
+
+def run_name(result: Result) -> str:
+    return clean(result.name or result.method, 40)
+
+
+def kind_words(kind: str) -> str:
+    return KINDS.get(kind, clean(kind, 40))
+
+
+def setting(result: Result, *path: str) -> Any:
+    """A value of the configuration, None where it is not there."""
+    value: Any = result.config
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def describe(result: Result) -> str:
+    """One sentence on how the silos of a run learned from each other."""
+    if result.method == "standalone":
+        return "Every silo trains alone; nothing is exchanged."
+    if result.method == "fedavg":
+        return "The silos send their trained weights to the server, which averages them."
+    if result.method == "crosslm":
+        return (
+            "Each silo's model goes to the server, where it grades a language model's texts; the best "
+            "of them train it further, and the language model keeps what it learned."
+        )
+    if result.method == "datafree-kd":
+        return (
+            "Each silo's model goes to the server and is trained further on texts of a fixed language model."
+        )
+    if result.method == "fedkc":
+        if setting(result, "fedkc", "source") == "own":
+            return (
+                "Weights are averaged; each silo also learns from group averages of its own, not exchanged."
+            )
+        layer = "token vectors" if setting(result, "fedkc", "compose") == "embeddings" else "pooled vectors"
+        privacy = setting(result, "privacy", "centroids") or {}
+        noised = privacy.get("epsilon") is not None or privacy.get("noise_multiplier") is not None
+        noise = "with calibrated noise" if noised else "without noise"
+        return f"Weights are averaged; the silos also exchange group averages of {layer}, {noise}."
+    return f"Method {clean(result.method, 40)}."
+
+
+def mean_accuracy(result: Result) -> float:
+    return statistics.fmean(client.test_accuracy for client in result.clients)
+
+
+def mean_baseline(result: Result) -> float:
+    return statistics.fmean(client.baseline_accuracy for client in result.clients)
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """`1 to 3, 5` for 1, 2, 3, 5."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in spans)
+
+
+def parties(names: Iterable[str], silo: str, silos: Sequence[str]) -> str:
+    """Names of a release's recipients or readers in words, seen from `silo`."""
+    given = set(names)
+    others = set(silos) - {silo}
+    peers = given & others
+    words = ["the server" if name == SERVER else clean(name, 40) for name in sorted(given - others)]
+    if peers:
+        words.append("the other silos" if peers == others else "some of the other silos")
+    return " and ".join(words) if words else "nobody"
+
+
+@dataclass(frozen=True)
+class Departure:
+    """One kind of release, over the silos and rounds it was gathered from.
+
+    epsilons: lowest and highest composed epsilon of a silo's private releases, None without such a claim.
+    reasons: why the others have none. `single`: the same for one release alone.
+    """
+
+    kind: str
+    silos: tuple[str, ...]
+    recipients: str
+    readers: str
+    rounds: str
+    releases: int
+    bytes: int
+    epsilons: tuple[float, float] | None
+    single: tuple[float, float] | None
+    delta: float | None
+    simulated: bool
+    reasons: tuple[str, ...]
+
+    def claim(self) -> str:
+        """The claim in one line, at its weakest, without the reasons."""
+        parts = []
+        if self.epsilons is not None:
+            parts.append(f"ε {epsilon(self.epsilons[1])}{' simulated' if self.simulated else ''}")
+        return "; ".join([*parts, NO_EPSILON] if self.reasons else parts)
+
+
+def span(ends: tuple[float, float]) -> str:
+    low, high = epsilon(ends[0]), epsilon(ends[1])
+    return low if low == high else f"{low} to {high}"
+
+
+def is_private(release: ReleaseRow) -> bool:
+    return release.claim.get("mechanism") != "none"
+
+
+def _departure(kind: str, found: Sequence[tuple[ClientRow, ReleaseRow]], silos: Sequence[str]) -> Departure:
+    private = [(client, release) for client, release in found if is_private(release)]
+    totals = [client.private_epsilon for client, _ in private if client.private_epsilon is not None]
+    single = [float(release.claim["epsilon"]) for _, release in private if "epsilon" in release.claim]
+    deltas = [client.delta for client, _ in private if client.delta is not None]
+    reasons = dict.fromkeys(
+        clean(str(release.claim.get("reason", "not stated")), 200)
+        for _, release in found
+        if not is_private(release)
+    )
+
+    def words(which: str) -> str:
+        seen = {parties(getattr(release, which), client.name, silos) for client, release in found}
+        return "; ".join(sorted(seen))
+
+    return Departure(
+        kind=kind,
+        silos=tuple(dict.fromkeys(client.name for client, _ in found)),
+        recipients=words("recipients"),
+        readers=words("readable_by"),
+        rounds=number_ranges(release.round for _, release in found),
+        releases=len(found),
+        bytes=sum(release.bytes for _, release in found),
+        epsilons=(min(totals), max(totals)) if totals else None,
+        single=(min(single), max(single)) if single else None,
+        delta=max(deltas) if deltas else None,
+        simulated=any(bool(release.claim.get("simulated")) for _, release in private),
+        reasons=tuple(reasons),
+    )
+
+
+def departures(result: Result, clients: Sequence[ClientRow] | None = None) -> list[Departure]:
+    """What left, one entry a kind, over all silos of the run or over `clients` alone."""
+    silos = [client.name for client in result.clients]
+    found: dict[str, list[tuple[ClientRow, ReleaseRow]]] = {}
+    for client in result.clients if clients is None else clients:
+        for release in client.releases:
+            found.setdefault(release.kind, []).append((client, release))
+    order = [*KINDS, *sorted(set(found) - set(KINDS))]
+    return [_departure(kind, found[kind], silos) for kind in order if kind in found]
+
+
+def total_claim(client: ClientRow) -> str:
+    """The account of a silo in words: everything that left it in this run, composed."""
+    if not client.releases:
+        return "nothing left"
+    if client.epsilon is None:
+        return NO_EPSILON
+    at = "" if client.delta is None else f" at δ = {delta(client.delta)}"
+    return f"ε {epsilon(client.epsilon)}{at}"
+
+
+def _accuracy_sentences(results: Sequence[Result]) -> list[str]:
+    shared = [result for result in results if result.difference is not None]
+    rows = sorted({result.test_rows for result in results})
+    silos = max(len(result.clients) for result in results)
+    scored = count(len(results), "run") + f" over {count(silos, 'silo')}"
+    texts = " and ".join(f"{n:,}" for n in rows)
+    sentences = [f"{scored} {'was' if len(results) == 1 else 'were'} scored on {texts} test texts."]
+    alone = [result for result in results if result.method == "standalone"]
+    bases = [mean_accuracy(result) for result in alone] or [mean_baseline(result) for result in results]
+    low, high = accuracy(min(bases)), accuracy(max(bases))
+    sentences.append(
+        "A silo that trains alone reaches a mean accuracy of "
+        + (low if low == high else f"{low} to {high}")
+        + "."
+    )
+    better = [r for r in shared if r.difference and not r.difference.within_noise and r.difference.value > 0]
+    worse = [r for r in shared if r.difference and not r.difference.within_noise and r.difference.value < 0]
+    same = [r for r in shared if r.difference and r.difference.within_noise]
+    for chosen, verb in ((better, "gains"), (worse, "loses")):
+        if chosen:
+            top = max(chosen, key=lambda r: abs(r.difference.value) if r.difference else 0.0)
+            assert top.difference is not None
+            most = " most" if len(chosen) > 1 else ""
+            sentences.append(
+                f"{run_name(top)} {verb}{most}: {accuracy(mean_accuracy(top))}, a difference of "
+                f"{signed(top.difference.value)} (95 % interval {interval(top.difference.interval, signed)})."
+            )
+    if same:
+        names = listing([run_name(result) for result in same])
+        sentences.append(f"Within the noise of the test, and so not to be told from training alone: {names}.")
+    return sentences
+
+
+def where(names: Sequence[str], all_names: Sequence[str]) -> str:
+    """`names` among all runs, by whichever of the two lists is shorter."""
+    rest = [name for name in all_names if name not in names]
+    if not rest:
+        return "every run" if len(all_names) > 1 else clean(all_names[0], 48)
+    return f"every run but {listing(rest)}" if len(rest) < min(3, len(names)) else listing(names)
+
+
+def _departure_sentences(results: Sequence[Result]) -> list[str]:
+    names = [run_name(result) for result in results]
+    silent = [run_name(result) for result in results if not any(client.releases for client in result.clients)]
+    if len(silent) == len(results):
+        return ["Nothing left any silo."]
+    sentences = [f"Nothing left a silo in {listing(silent)}."] if silent else []
+    runs: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for departure in departures(result):
+            runs.setdefault((departure.readers, departure.kind), []).append(run_name(result))
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for (readers, kind), found in runs.items():
+        kinds.setdefault((readers, where(found, names)), []).append(kind_words(kind).lower())
+    for (readers, place), words in kinds.items():
+        place = "" if len(results) == 1 else f"In {place}, "
+        sentence = f"{place}{readers} could read {listing(words)}."
+        sentences.append(sentence[0].upper() + sentence[1:])
+    clients = [client for result in results for client in result.clients]
+    bounded = [client for client in clients if client.private_epsilon is not None]
+    if bounded:
+        worst = max(bounded, key=lambda client: client.private_epsilon or 0.0)
+        at = "" if worst.delta is None else f" at δ = {delta(worst.delta)}"
+        fake = " (simulated: the noise came from a seed)" if any(c.simulated for c in bounded) else ""
+        largest = epsilon(worst.private_epsilon or 0.0)
+        sentences.append(f"What left with noise has a bound of at most ε {largest}{at}{fake}.")
+    if any(client.releases and client.epsilon is None for client in clients):
+        exact = {d.kind for result in results for d in departures(result) if d.reasons}
+        words = [kind_words(kind).lower() for kind in [*KINDS, *sorted(exact - set(KINDS))] if kind in exact]
+        sentences.append(
+            f"{listing(words).capitalize()} left without noise in at least one run, so all that left a silo "
+            "there has, taken together, no finite epsilon."
+        )
+    return sentences
+
+
+def summary(results: Sequence[Result], extra: Iterable[str] = ()) -> tuple[str, str, str]:
+    """The opening in plain words: accuracy; what left and who could read it; the `extra` sentences."""
+    found = [sentence for sentence in extra if sentence] or ["This was not measured here."]
+    return " ".join(_accuracy_sentences(results)), " ".join(_departure_sentences(results)), " ".join(found)

@@ -1,0 +1,185 @@
+"""The chapter on what left each silo: to whom, readable by whom, under which claim.
+
+It reads `Result` objects only, and must not write or know of attacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from securefl.report import digest
+from securefl.report.digest import Departure, departures, run_name
+from securefl.report.figures import Flow, flow_picture
+from securefl.report.page import (
+    Badge,
+    Block,
+    Cell,
+    Fold,
+    Items,
+    Note,
+    Paragraph,
+    Section,
+    Table,
+    clean,
+    count,
+    delta,
+    epsilon,
+    listing,
+    named,
+    size,
+)
+from securefl.result import Result
+
+
+def _claim_cell(departure: Departure) -> Cell:
+    badges = [Badge("simulated", "caution")] if departure.simulated else []
+    text, details = "", []
+    if departure.epsilons is not None or departure.single is not None:
+        ends = departure.epsilons or departure.single
+        assert ends is not None
+        text = f"ε {digest.span(ends)}"
+        if departure.delta is not None:
+            details.append(f"at δ = {delta(departure.delta)}, all noised releases of a silo together")
+        if departure.single is not None:
+            details.append(f"ε {digest.span(departure.single)} a release")
+    if departure.reasons:
+        badges.append(Badge(digest.NO_EPSILON, "bad"))
+    return Cell(text, "; ".join(details), tuple(badges))
+
+
+def _reasons(results: Sequence[Result]) -> Items:
+    """Why what left has no finite epsilon, each reason once."""
+    found: dict[str, dict[str, None]] = {}
+    for r in results:
+        for d in departures(r):
+            found.setdefault(digest.kind_words(d.kind), {}).update(dict.fromkeys(d.reasons))
+    return Items(terms=tuple((f"{kind}:", "; ".join(why)) for kind, why in found.items() if why))
+
+
+def _departure_row(departure: Departure, *first: Cell | str) -> tuple[Cell | str, ...]:
+    mean = departure.bytes / departure.releases
+    return (
+        *first, digest.kind_words(departure.kind), _readers_cell(departure.recipients, departure.readers),
+        departure.rounds, f"{departure.releases:,}", Cell(size(departure.bytes), f"{size(mean)} each"),
+        _claim_cell(departure),
+    )  # fmt: skip
+
+
+def _readers_cell(recipients: str, readers: str) -> Cell:
+    return Cell(readers, "" if recipients == readers else f"sent to {recipients}")
+
+
+def _departures_table(results: Sequence[Result]) -> Table:
+    rows: list[tuple[Cell | str, ...]] = []
+    for r in results:
+        gathered = departures(r)
+        name = Cell(run_name(r), count(len(r.clients), "silo"), full=r.name)
+        rows += [_departure_row(d, name) for d in gathered]
+        if not gathered:
+            rows.append((name, "Nothing", "–", "–", "0", "0 B", "–"))
+    return Table(
+        "What left the silos, over all silos of a run",
+        ("Run", "What", "Sent to and readable by", "Rounds", "Releases", "Bytes", "Privacy bound"),
+        tuple(rows),
+        numeric=frozenset({4, 5}),
+        wrap=frozenset({1, 2, 6}),
+    )
+
+
+def _account_table(result: Result) -> Table:
+    rows: list[tuple[Cell | str, ...]] = []
+    for c in result.clients:
+        badges = (Badge("simulated", "caution"),) if c.simulated else ()
+        tone = Badge(digest.NO_EPSILON, "bad")
+        whole = digest.total_claim(c)
+        account = Cell("", badges=(tone,)) if whole == digest.NO_EPSILON else Cell(whole, badges=badges)
+        private = (
+            Cell("–") if c.private_epsilon is None else Cell(f"ε {epsilon(c.private_epsilon)}", badges=badges)
+        )
+        why = "; ".join(clean(reason, 300) for reason in c.no_finite_epsilon) or "–"
+        sent = Cell(size(c.bytes_up), count(len(c.releases), "release"))
+        rows.append((named(c.name), sent, account, private, why))
+    return Table(
+        f"The account of every silo: {run_name(result)}",
+        ("Silo", "Sent", "Whole account", "Its noised releases alone", "Why there is no finite epsilon"),
+        tuple(rows),
+        numeric=frozenset({1}),
+        wrap=frozenset({4}),
+    )
+
+
+def _releases_table(result: Result) -> Table:
+    silos = [client.name for client in result.clients]
+    rows = []
+    for c in result.clients:
+        for release in c.releases:
+            claim = release.claim
+            bound = Cell(digest.NO_EPSILON)
+            if "epsilon" in claim:
+                badges = (Badge("simulated", "caution"),) if claim.get("simulated") else ()
+                bound = Cell(f"ε {epsilon(float(claim['epsilon']))}", badges=badges)
+            rows.append((
+                named(c.name), str(release.round), digest.kind_words(release.kind),
+                _readers_cell(
+                    digest.parties(release.recipients, c.name, silos),
+                    digest.parties(release.readable_by, c.name, silos),
+                ),
+                size(release.bytes), bound,
+                Cell(clean(release.sha256, 13), full=release.sha256),
+            ))  # fmt: skip
+    return Table(
+        f"Every release: {run_name(result)}",
+        ("Silo", "Round", "What", "Sent to and readable by", "Bytes", "Bound alone", "SHA-256"),
+        tuple(rows),
+        numeric=frozenset({1, 4}),
+    )
+
+
+def _flows(results: Sequence[Result]) -> list[Flow]:
+    """What left, gathered: kinds that the same readers got in the same runs under the same claim are one."""
+    runs: dict[tuple[str, str, str], list[str]] = {}
+    for r in results:
+        for d in departures(r):
+            if d.reasons:
+                claim = "exact: no finite epsilon" if d.single is None else "partly exact: no finite epsilon"
+            else:
+                claim = "under a noise bound (ε)" + (", simulated" if d.simulated else "")
+            runs.setdefault((d.kind, d.readers, claim), []).append(run_name(r))
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for (kind, readers, claim), names in runs.items():
+        where = digest.where(names, [run_name(r) for r in results])
+        kinds.setdefault((readers, claim, where), []).append(digest.kind_words(kind))
+    return [
+        Flow(
+            clean(listing([words[0], *map(str.lower, words[1:])])),
+            readers,
+            relayed="server" not in readers and "silo" in readers,
+            bounded="no finite" not in claim,
+            claim=claim,
+            runs=where,
+        )
+        for (readers, claim, where), words in kinds.items()
+    ]
+
+
+def outflow_section(results: Sequence[Result]) -> Section:
+    blocks: list[Block] = [
+        flow_picture(_flows(results), "What leaves a silo and who can read it. Red: without a privacy bound; "
+                     "green: with one. Dashed: sealed to the reader, passed on by the server unopened."),
+        _departures_table(results),
+    ]  # fmt: skip
+    reasons = _reasons(results)
+    if reasons.terms:
+        blocks += [Paragraph("", head="Why there is no finite epsilon"), reasons]
+    if any(client.simulated for r in results for client in r.clients):
+        text = (
+            "It came from a seed so that the run can be repeated. The bounds describe the mechanism; in this "
+            "run they protect nobody."
+        )
+        blocks.append(Note("Simulated noise.", text, "caution"))
+    for r in results:
+        if any(client.releases for client in r.clients):
+            tables = (_account_table(r), _releases_table(r))
+            blocks += [Fold(f"Silo by silo: {run_name(r)}", tables)] if len(results) > 1 else []
+            blocks += [tables[0], Fold("Every release", tables[1:])] if len(results) == 1 else []
+    return Section("What left each silo", tuple(blocks))

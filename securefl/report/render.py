@@ -1,0 +1,296 @@
+"""Results as a self-contained HTML page, and as tables for a terminal.
+
+`write_run_report` shows one run, `write_comparison_report` several side by side; both put the sections of
+other rooms (the auditor's) behind their own. This room reads `Result` objects and writes the one file it is
+given; it must not read run folders, nor import `attacks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from securefl.report import digest
+from securefl.report.chapters import (
+    accuracy_section,
+    client_row,
+    data_section,
+    difference_cells,
+    language_section,
+    rounds_section,
+    silo_names,
+)
+from securefl.report.digest import departures, describe, run_name
+from securefl.report.outflow import outflow_section
+from securefl.report.page import (
+    Block,
+    Cell,
+    Fold,
+    Items,
+    Paragraph,
+    Section,
+    Table,
+    Tile,
+    Tiles,
+    accuracy,
+    clean,
+    count,
+    delta,
+    epsilon,
+    listing,
+    signed,
+    size,
+    write_page,
+)
+from securefl.result import Result
+
+WORDS = (
+    ("Silo", "An institution with its own texts, which never leave it."),
+    ("Release", "One thing that left a silo. Each is written to the silo's ledger before it is sent."),
+    ("Group average (centroid)", "The mean of a group of texts as the model sees them: numbers, not words. "
+     "Whether words can be read back from it is what the audit measures."),
+    ("Epsilon (ε) and delta (δ)", "How much one row can change what is seen, at most: near 0 almost nothing, "
+     "above 10 little is promised. δ is the small probability that the bound fails. They bound every attack, "
+     "known or not. “No finite epsilon” means that something left without such a bound."),
+    ("Simulated", "The noise came from a fixed seed so that the run can be repeated. Whoever has the seed "
+     "can take the noise off: the numbers hold for the mechanism, and protect nobody here."),
+    ("95 % interval", "The range in which the true value plausibly lies, given how few rows were tested."),
+    ("Within noise", "The interval of a difference contains zero: this test cannot tell the two apart."),
+)  # fmt: skip
+
+
+# --- the opening --------------------------------------------------------------------------------------
+
+
+def _tiles(results: Sequence[Result]) -> Tiles:
+    clients = [client for result in results for client in result.clients]
+    means = [digest.mean_accuracy(result) for result in results]
+    best = max(range(len(results)), key=lambda index: means[index])
+    finite = [client.private_epsilon for client in clients if client.private_epsilon is not None]
+    left = sum(client.bytes_up for client in clients)
+    unbounded = any(client.releases and client.epsilon is None for client in clients)
+    one = len(results) == 1
+    bases = [digest.mean_baseline(result) for result in results]
+    tiles = [
+        Tile(
+            "Mean accuracy" if one else "Best mean accuracy",
+            accuracy(means[best]),
+            f"alone {accuracy(bases[best])}" + ("" if one else f"; {run_name(results[best])}"),
+        ),
+        Tile("Silos", str(len(silo_names(results))), f"{max(r.test_rows for r in results):,} test texts"),
+        Tile("Left the silos", size(left), "in one run" if one else f"in {count(len(results), 'run')}"),
+        Tile(
+            "Whole account",
+            "no finite ε" if unbounded else ("nothing left" if not left else "finite ε"),
+            "of at least one silo" if unbounded else "",
+            "bad" if unbounded else "good",
+        ),
+    ]
+    if finite:
+        fake = any(client.simulated for client in clients)
+        note = "largest, simulated" if fake else "largest of a silo"
+        tiles.append(
+            Tile("ε of the noised releases", epsilon(max(finite)), note, "caution" if fake else "good")
+        )
+    return Tiles(tuple(tiles))
+
+
+def _opening(results: Sequence[Result], extra: Sequence[Section]) -> Section:
+    heads = ("Accuracy.", "What left, and who could read it.", "What an attacker got.")
+    texts = digest.summary(results, (section.summary for section in extra))
+    lead = (Paragraph(text, head, lead=True) for head, text in zip(heads, texts, strict=True))
+    rows = tuple(
+        (
+            Cell(run_name(r), full=r.name),
+            describe(r),
+            str(len(r.rounds)),
+            accuracy(digest.mean_accuracy(r)),
+            *difference_cells(r),
+        )
+        for r in results
+    )
+    table = Table(
+        "The run" if len(results) == 1 else "The runs",
+        ("Run", "How the silos learned", "Rounds", "Mean accuracy", "Against alone", "Read as"),
+        rows,
+        numeric=frozenset({2, 3, 4}),
+        wrap=frozenset({1}),
+    )
+    return Section("Summary", (*lead, _tiles(results), table))
+
+
+# --- settings -----------------------------------------------------------------------------------------
+
+
+def _flat(value: Any, prefix: str = "") -> Iterable[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        yield prefix, "not set" if value is None else shown or "none"
+
+
+def _caveats(results: Sequence[Result]) -> Items:
+    items = []
+    seeds = sorted({r.seed for r in results})
+    if len(seeds) == 1:
+        items.append(
+            f"One seed ({seeds[0]}): another split and another initial head would move every number here."
+        )
+    smallest = min(r.test_rows for r in results)
+    half = 0.98 / smallest**0.5 if smallest else 1.0
+    items.append(
+        f"{smallest:,} test texts: an accuracy near one half is known to about ±{half:.3f}, and a smaller "
+        "difference between two runs may be chance."
+    )
+    items.append(
+        "A privacy bound covers what left under it. Outside it are the number of rows that travels with a "
+        "model, which labels exist, timing, and settings chosen by looking at results."
+    )
+    if any(c.simulated for r in results for c in r.clients):
+        items.append(
+            "Noise from a seed protects nobody; a real client uses the operating system's generator."
+        )
+    return Items(tuple(items))
+
+
+def _settings_section(results: Sequence[Result]) -> Section:
+    ids = tuple(
+        (Cell(run_name(r), full=r.name), clean(r.method, 24), str(r.seed), Cell(clean(r.run, 33), full=r.run))
+        for r in results
+    )
+    flats = [dict(_flat(r.config)) for r in results]
+    keys = list(dict.fromkeys(key for flat in flats for key in flat))
+    differing = [key for key in keys if len({flat.get(key, "–") for flat in flats}) > 1]
+    blocks: list[Block] = [
+        Table("Seeds and identifiers", ("Run", "Method", "Seed", "Run identifier"), ids, frozenset({2})),
+    ]
+    if differing:
+        rows: tuple[tuple[Cell | str, ...], ...] = tuple(
+            (clean(k, 60), *(Cell(clean(f.get(k, "–"), 40)) for f in flats)) for k in differing
+        )
+        blocks.append(Table("Settings that differ", ("Setting", *(run_name(r) for r in results)), rows))
+    shared = tuple((clean(k, 60), clean(flats[0][k], 200)) for k in keys if k not in differing)
+    if shared:
+        name = "All settings" if len(results) == 1 else "Settings that all runs share"
+        blocks.append(Fold(name, (Table(name, ("Setting", "Value"), shared, wrap=frozenset({1})),)))
+    packages = sorted({package for r in results for package in r.versions})
+    versions = tuple(
+        (clean(p, 40), listing(list(dict.fromkeys(r.versions[p] for r in results if p in r.versions))))
+        for p in packages
+    )
+    if versions:
+        blocks.append(Fold("Versions", (Table("Versions", ("Package", "Version"), versions),)))
+    return Section("Settings and versions", tuple(blocks))
+
+
+def _sections(results: Sequence[Result], extra: Sequence[Section]) -> list[Section]:
+    language = language_section(results)
+    return [
+        _opening(results, extra),
+        accuracy_section(results),
+        outflow_section(results),
+        *extra,
+        data_section(results),
+        *([language] if language is not None else []),
+        rounds_section(results),
+        Section("Limits of this report", (_caveats(results),)),
+        _settings_section(results),
+        Section("Words used here", (Items(terms=WORDS),)),
+    ]
+
+
+def _footer(results: Sequence[Result]) -> str:
+    versions = listing(sorted({r.versions["securefl"] for r in results if "securefl" in r.versions}))
+    return f"Made by securefl {versions}".rstrip() + ". This page is one file and loads nothing."
+
+
+def write_run_report(result: Result, path: Path, extra: Sequence[Section] = ()) -> None:
+    """Write the report of one run to `path`. `extra`: sections of other rooms. Raises OSError."""
+    subtitle = f"Run {clean(result.run, 40)}, method {clean(result.method, 24)}, seed {result.seed}"
+    write_page(
+        path, f"Run report: {run_name(result)}", subtitle, _sections([result], extra), _footer([result])
+    )
+
+
+def write_comparison_report(
+    results: Sequence[Result],
+    path: Path,
+    extra: Sequence[Section] = (),
+    title: str = "What sharing gained, and what it gave away",
+) -> None:
+    """Write one report over several runs to `path`. Raises ValueError without runs, OSError."""
+    if not results:
+        raise ValueError("a comparison needs at least one result")
+    subtitle = f"{count(len(results), 'run')}: {listing([run_name(r) for r in results], 8)}"
+    write_page(path, clean(title, 160), subtitle, _sections(results, extra), _footer(results))
+
+
+# --- the terminal -------------------------------------------------------------------------------------
+
+
+def plain_table(title: str, columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> RichTable:
+    """A terminal table of plain strings: markup and control characters in them are shown, not obeyed.
+
+    columns: (heading, flush right).
+    """
+    table = RichTable(
+        title=Text(title), box=SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False
+    )
+    for heading, right in columns:
+        table.add_column(
+            Text(clean(heading, 24)), justify="right" if right else "left", overflow="fold", no_wrap=right
+        )
+    for row in rows:
+        table.add_row(*(Text(clean(cell, 120)) for cell in row))
+    return table
+
+
+def accuracy_table(results: Sequence[Result]) -> RichTable:
+    """Test accuracy: a row a run, a column a silo (lowest and highest where there are more than six)."""
+    silos = silo_names(results)
+    wide = len(silos) <= 6
+    heads = [clean(silo, 12) for silo in silos] if wide else ["lowest", "highest"]
+    rows = []
+    for r in results:
+        found = [None if (c := client_row(r, silo)) is None else c.test_accuracy for silo in silos]
+        known = [value for value in found if value is not None]
+        change = "–" if r.difference is None else signed(r.difference.value)
+        noise = " within noise" if r.difference is not None and r.difference.within_noise else ""
+        shown = found if wide else [min(known), max(known)]
+        mean = accuracy(digest.mean_accuracy(r))
+        rows.append([clean(r.name or r.method, 26), *map(accuracy, shown), mean, change + noise])
+    columns = [("run", False), *((head, True) for head in heads), ("mean", True), ("against alone", False)]
+    return plain_table("Test accuracy", columns, rows)
+
+
+def departures_table(results: Sequence[Result]) -> RichTable:
+    """What left the silos: a row a run and kind, over all silos of the run."""
+    rows = []
+    for r in results:
+        name = clean(r.name or r.method, 26)
+        for d in departures(r):
+            whom = d.readers if d.recipients == d.readers else f"{d.readers} (sent to {d.recipients})"
+            kind = digest.SHORT.get(d.kind, clean(d.kind, 20))
+            rows.append([name, kind, whom, str(d.releases), size(d.bytes), d.claim()])
+            name = ""
+        if not any(client.releases for client in r.clients):
+            rows.append([name, "nothing", "–", "0", "0 B", "–"])
+    columns = [
+        ("run", False), ("what left", False), ("to, read by", False), ("releases", True), ("bytes", True),
+        ("bound of a silo", False),
+    ]  # fmt: skip
+    table = plain_table("What left the silos", columns, rows)
+    deltas = sorted({c.delta for r in results for c in r.clients if c.delta is not None})
+    if deltas:
+        table.caption = Text(
+            f"ε: the largest of a silo, at δ = {listing([delta(value) for value in deltas])}"
+        )
+        table.caption_justify = "left"
+    return table

@@ -1,0 +1,433 @@
+"""The reports of runs: complete, self-contained, well-formed, and deaf to what is written in the data."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from securefl.report import digest, page
+from securefl.report.render import (
+    accuracy_table,
+    departures_table,
+    plain_table,
+    write_comparison_report,
+    write_run_report,
+)
+from securefl.result import Difference, Result
+from tests.samples import EXACT, SILOS, make_result, make_results
+
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&[red]bold[/red]"
+OVERRIDE = "safe\u202egnp.exe\x1b[31m\x00\ud800"
+
+
+class Page(HTMLParser):
+    """The tags, attributes and text of a page; raises on a tag that is not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        assert len(dict(attrs)) == len(attrs), f"an attribute twice in {tag}"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def check(path: Path) -> Page:
+    """What holds for every page this package writes."""
+    raw = path.read_text(encoding="utf-8")
+    # Nothing to fetch, nothing to run, whatever the attribute is called.
+    assert "http://" not in raw
+    assert "https://" not in raw
+    assert not re.search(r"url\((?!#)|@import", raw)
+    parsed = Page(raw)
+    names = {name for name, _ in parsed.tags}
+    assert not names & {
+        "script",
+        "iframe",
+        "object",
+        "embed",
+        "img",
+        "link",
+        "base",
+        "form",
+        "audio",
+        "video",
+    }
+    ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
+    assert len(ids) == len(set(ids)), "an identifier twice"
+    for name, attributes in parsed.tags:
+        assert not [
+            key for key in attributes if key.startswith("on") or key in ("src", "srcset", "action")
+        ], name
+        for key in ("href", "xlink:href"):
+            value = attributes.get(key)
+            assert value is None or (value.startswith("#") and value[1:] in ids), (name, value)
+    # Accessible: one h1, a caption for every table, words for every figure, nothing hidden from a keyboard.
+    assert [name for name, _ in parsed.tags].count("h1") == 1
+    assert [name for name, _ in parsed.tags].count("table") == [name for name, _ in parsed.tags].count(
+        "caption"
+    )
+    pictures = [attributes for _, attributes in parsed.tags if attributes.get("role") == "img"]
+    assert all(attributes["aria-label"] for attributes in pictures)
+    assert len(pictures) == len(re.findall("<svg", raw))
+    csp = next(a["content"] for n, a in parsed.tags if n == "meta" and "http-equiv" in a)
+    assert csp is not None
+    assert csp.startswith("default-src 'none'")
+    for svg in re.findall(r"<svg.*?</svg>", raw, flags=re.DOTALL):
+        ElementTree.fromstring(svg)  # noqa: S314 (our own output)
+    return parsed
+
+
+def numbers_of(result: Result) -> set[str]:
+    """Every number of a result, written as the report writes it."""
+    found = {page.duration(result.seconds), page.size(result.peak_memory_bytes), f"{result.test_rows:,}"}
+    if result.difference is not None:
+        ends = result.difference.interval
+        found |= {page.signed(x) for x in (result.difference.value, *ends)}
+    for row in result.rounds:
+        found |= {page.duration(row.seconds), page.size(row.bytes_up), page.size(row.bytes_down)}
+    for client in result.clients:
+        shares = (client.test_accuracy, client.baseline_accuracy, *client.test_interval)
+        found |= {f"{share:.3f}" for share in shares}
+        found |= {f"{client.train_rows:,}", f"{client.validation_rows:,}", page.size(client.bytes_up)}
+        found |= {f"{rows:,}" for rows in client.labels.values()}
+        found |= {page.epsilon(e) for e in (client.epsilon, client.private_epsilon) if e is not None}
+        found |= {page.size(release.bytes) for release in client.releases}
+        found |= {
+            page.epsilon(r.claim["epsilon"])
+            for r in client.releases
+            if r.claim["mechanism"] == "gaussian-sums"
+        }
+    server = result.server
+    shares_of_server = (
+        server.test_accuracy,
+        server.nlu_accuracy,
+        server.nlg_accuracy,
+        server.nlu_accuracy_before,
+    )
+    found |= {f"{x:.3f}" for x in (*shares_of_server, *server.kl) if x is not None}
+    found |= {f"{x:.2f}" for x in (server.perplexity_before, server.perplexity_after) if x is not None}
+    return found
+
+
+@pytest.mark.parametrize("result", make_results(), ids=lambda result: result.name)
+def test_every_number_of_a_result_is_on_its_page(tmp_path: Path, result: Result) -> None:
+    write_run_report(result, tmp_path / "report.html")
+    parsed = check(tmp_path / "report.html")
+    missing = {number for number in numbers_of(result) if number not in parsed.text}
+    assert not missing
+    for client in result.clients:
+        assert client.name in parsed.text
+        for release in client.releases:
+            assert any(release.sha256 in attributes.values() for _, attributes in parsed.tags)
+            assert release.claim.get("reason", "") in parsed.text
+    assert result.run in parsed.text
+
+
+def test_a_comparison_has_the_numbers_of_all_runs(tmp_path: Path) -> None:
+    results = make_results()
+    write_comparison_report(results, tmp_path / "report.html", title="Four silos")
+    parsed = check(tmp_path / "report.html")
+    for result in results:
+        assert result.name in parsed.text
+        assert not {number for number in numbers_of(result) if number not in parsed.text}, result.name
+    assert "Four silos" in parsed.text
+    shown = sum(result.difference is not None and result.difference.within_noise for result in results)
+    # Once in the list of runs and once beside the accuracies, as a badge each time.
+    assert (tmp_path / "report.html").read_text().count(
+        '<span class="badge caution">within noise</span>'
+    ) == 2 * shown
+    # At most twenty of the 26 synthetic texts.
+    assert parsed.text.count("desk reports that") == 20
+    assert "20 of 26 texts" in parsed.text
+    assert "tensor head holds NaN; refused" in parsed.text
+
+
+def test_simulated_noise_is_marked_beside_the_epsilon(tmp_path: Path) -> None:
+    write_run_report(make_result(), tmp_path / "report.html")
+    raw = (tmp_path / "report.html").read_text()
+    assert re.search(r"ε 7\.85 to 7\.88</bdi> <span class=\"badge caution\">simulated</span>", raw)
+    assert "no finite epsilon" in raw
+
+
+def test_the_summary_says_who_could_read_what() -> None:
+    first, second, third = digest.summary(make_results())
+    assert "trains alone reaches a mean accuracy of 0.700" in first  # (.712 + .655 + .690 + .741) / 4 = .6995
+    assert "fedkc-embeddings gains most: 0.764" in first
+    assert "fedkc-pooled-dp and crosslm" in first
+    assert "Nothing left a silo in standalone." in second
+    assert "In every run but standalone, the server could read trained weights and scores." in second
+    assert "In fedkc-pooled and fedkc-pooled-dp, the other silos could read group averages" in second
+    assert "at most ε 7.88 at δ = 1e-5 (simulated" in second
+    assert third == "This was not measured here."
+
+
+def test_a_run_that_shares_nothing_says_so(tmp_path: Path) -> None:
+    alone = make_results()[0]
+    write_run_report(alone, tmp_path / "report.html")
+    assert "Nothing left any silo." in check(tmp_path / "report.html").text
+    assert digest.total_claim(alone.clients[0]) == "nothing left"
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    matplotlib.rcParams["font.size"] = 31  # somebody's own settings
+    write_comparison_report(make_results(), tmp_path / "a.html")
+    matplotlib.rcParams["font.size"] = matplotlib.rcParamsDefault["font.size"]
+    write_comparison_report(make_results(), tmp_path / "b.html")
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def hostile_result() -> Result:
+    """A result whose every string came from somebody who does not wish us well."""
+
+    def poison(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {(f"{HOSTILE}{k}" if key == "labels" else k): poison(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [poison(entry, key) for entry in value]
+        fixed = key in ("schema", "mechanism", "error")
+        return (
+            value
+            if fixed or not isinstance(value, str)
+            else f"{HOSTILE}{OVERRIDE}😀 שלום {value} {'x' * 5000}"
+        )
+
+    document = poison(make_results()[-1].model_dump(by_alias=True))
+    document["clients"][1]["name"] = "שלום 😀 漢字 $x^2$ \\frac{1}{2} _leading"
+    return Result.model_validate(document)
+
+
+def test_hostile_strings_are_shown_and_never_obeyed(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    for several in (False, True):
+        if several:
+            write_comparison_report([hostile_result(), make_result()], path, title=HOSTILE)
+        else:
+            write_run_report(hostile_result(), path)
+        parsed = check(path)
+        raw = path.read_text(encoding="utf-8")
+        assert "<script" not in raw
+        assert "<img" not in raw
+        assert "&lt;script&gt;alert(1)" in raw
+        assert not set(raw) & {"\u202e", "\x1b", "\x00"}
+        assert "שלום 😀 漢字" in parsed.text
+        assert max(len(word) for word in parsed.text.split()) < 600
+
+
+def test_a_cut_string_ends_in_an_ellipsis_and_stays_short() -> None:
+    assert page.clean("a" * 50, 10) == "a" * 9 + "…"
+    assert page.clean("a\n\tb  c") == "a b c"
+    assert page.clean("\u202eabc\x07\u2066") == "\ufffdabc\ufffd\ufffd"
+
+
+@given(st.text(max_size=80), st.integers(1, 40))
+def test_clean_never_exceeds_its_limit_nor_leaves_a_control(text: str, limit: int) -> None:
+    cleaned = page.clean(text, limit)
+    assert len(cleaned) <= limit
+    assert cleaned.encode("utf-8").decode("utf-8") == cleaned
+    assert not any(
+        ord(char) < 32 or 0x7F <= ord(char) < 0xA0 or "\u202a" <= char <= "\u202e" for char in cleaned
+    )
+    assert page.clean(cleaned, limit) == cleaned
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (page.size(0), "0 B"),
+        (page.size(999), "999 B"),
+        (page.size(1000), "1.0 kB"),
+        (page.size(999_400), "999 kB"),
+        (page.size(999_600), "1.0 MB"),
+        (page.size(86_400_000), "86.4 MB"),
+        (page.size(518_531_844), "519 MB"),
+        (page.size(2_500_000_000_000), "2.5 TB"),
+        (page.signed(-0.0004), "0.000"),
+        (page.signed(-0.0415), "−0.042"),
+        (page.signed(0.02), "+0.020"),
+        (page.epsilon(7.849), "7.85"),
+        (page.epsilon(0.001), "< 0.01"),
+        (page.epsilon(0.0), "0.00"),
+        (page.delta(1e-5), "1e-5"),
+        (page.delta(0.25), "0.25"),
+        (page.accuracy(None), "–"),
+        (page.duration(12.34), "12.3 s"),
+        (page.duration(125), "2 min 05 s"),
+        (page.duration(3725), "1 h 02 min"),
+        (digest.number_ranges([3, 1, 2, 5, 5]), "1 to 3, 5"),
+        (page.listing(["a"]), "a"),
+        (page.listing([]), ""),
+        (page.listing(["a", "b", "c"]), "a, b and c"),
+        (page.listing(["a", "b", "c"], 1), "a and 2 more"),
+    ],
+)
+def test_numbers_and_lists_are_written_as_agreed(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+def test_readers_are_told_apart() -> None:
+    assert digest.parties(["server"], "silo-1", SILOS) == "the server"
+    assert digest.parties(["silo-2", "silo-3", "silo-4"], "silo-1", SILOS) == "the other silos"
+    assert digest.parties(["silo-2", "silo-3"], "silo-1", SILOS) == "some of the other silos"
+    assert (
+        digest.parties(["silo-2", "silo-3", "silo-4", "server"], "silo-1", SILOS)
+        == "the server and the other silos"
+    )
+    assert digest.parties(["mallory"], "silo-1", SILOS) == "mallory"
+    assert digest.parties([], "silo-1", SILOS) == "nobody"
+
+
+def test_a_kind_with_one_exact_release_has_no_finite_epsilon() -> None:
+    result = make_result()
+    client = result.clients[0]
+    spoiled = [
+        r if r.kind != "centroids" or r.round != 3 else r.model_copy(update={"claim": EXACT})
+        for r in client.releases
+    ]
+    changed = result.model_copy(
+        update={"clients": [client.model_copy(update={"releases": spoiled}), *result.clients[1:]]}
+    )
+    pooled = next(d for d in digest.departures(changed) if d.kind == "centroids")
+    assert pooled.reasons == (EXACT["reason"],)
+    assert pooled.claim() == "ε 7.88 simulated; no finite epsilon"
+    assert (pooled.releases, pooled.bytes, pooled.rounds) == (8, 8 * 9_876, "2 to 3")
+
+
+def test_equal_headers_become_one_and_rows_keep_their_number() -> None:
+    table = page.Table("t", ("a", "b"), (("x", "1"), ("x", "2"), ("y", "3"), ("x", "4")))
+    assert [span for span, _ in table.cells()] == [2, 0, 1, 1]
+
+
+def test_a_comparison_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one result"):
+        write_comparison_report([], tmp_path / "report.html")
+
+
+def test_a_figure_name_cannot_break_out_of_its_identifiers() -> None:
+    with pytest.raises(ValueError, match="letters, digits and hyphens"):
+        page.draw('x" onload="', 1, 1, lambda _: None)
+
+
+def test_a_plain_string_in_place_of_a_figure_is_escaped() -> None:
+    picture = page.Picture("<svg onload=alert(1)></svg>", "words", "caption")  # type: ignore[arg-type]
+    raw = page.render_page("t", "s", [page.Section("h", (picture,))], "f").decode()
+    assert "<svg" not in raw
+
+
+@pytest.mark.parametrize("silos", [1, 12, 40])
+def test_few_and_many_silos_and_labels(tmp_path: Path, silos: int) -> None:
+    result = make_result()
+    clients = [
+        result.clients[0].model_copy(
+            update={"name": f"silo-{i + 1}", "labels": {f"label-{j}": j + 1 for j in range(i % 30 + 1)}}
+        )
+        for i in range(silos)
+    ]
+    many = result.model_copy(update={"clients": clients})
+    write_comparison_report([many, many.model_copy(update={"name": "again"})], tmp_path / "report.html")
+    parsed = check(tmp_path / "report.html")
+    assert f"silo-{silos}" in parsed.text
+
+
+# --- the terminal
+
+
+def printed(table: RichTable) -> str:
+    console = Console(width=100, file=None, record=True, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_terminal_tables_fit_a_hundred_columns() -> None:
+    results = make_results()
+    for table in (accuracy_table(results), departures_table(results)):
+        lines = printed(table).splitlines()
+        assert max(len(line) for line in lines) <= 100
+        assert not any("…" in line for line in lines)
+    text = printed(accuracy_table(results))
+    row = next(line for line in text.splitlines() if "fedkc-pooled-dp" in line)
+    assert row.split() == [
+        "fedkc-pooled-dp",
+        "0.742",
+        "0.715",
+        "0.710",
+        "0.741",
+        "0.727",
+        "+0.028",
+        "within",
+        "noise",
+    ]
+    text = printed(departures_table(results))
+    assert re.search(r"pooled averages +the other silos +8 +79\.0 kB +ε 7\.88 simulated", text)
+    assert re.search(r"standalone +nothing", text)
+    assert "δ = 1e-5" in text
+
+
+def test_terminal_tables_of_many_silos_give_the_range() -> None:
+    result = make_result()
+    clients = [
+        result.clients[0].model_copy(update={"name": f"s{i}", "test_accuracy": i / 100})
+        for i in range(50, 70)
+    ]
+    text = printed(accuracy_table([result.model_copy(update={"clients": clients})]))
+    assert "0.500" in text
+    assert "0.690" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_terminal_tables_show_markup_and_controls() -> None:
+    text = printed(
+        plain_table("[b]t[/b]", [("[red]h", False)], [["[red]x[/red]"], ["\x1b[31mred\x07"], ["[/]"]])
+    )
+    assert "[b]t[/b]" in text
+    assert "[red]x[/red]" in text
+    assert "\x1b" not in text
+    assert "[/]" in text
+    hostile = printed(departures_table([hostile_result()])) + printed(accuracy_table([hostile_result()]))
+    assert "\x1b" not in hostile
+    assert "\u202e" not in hostile
+
+
+def test_difference_reads_better_worse_or_within_noise(tmp_path: Path) -> None:
+    def shown(value: float, ends: tuple[float, float], within: bool) -> str:
+        difference = Difference(value=value, interval=ends, within_noise=within)
+        write_run_report(make_result(difference=difference), tmp_path / "report.html")
+        return (tmp_path / "report.html").read_text()
+
+    assert '<span class="badge good">better</span>' in shown(0.05, (0.01, 0.09), False)
+    assert '<span class="badge bad">worse</span>' in shown(-0.05, (-0.09, -0.01), False)
+    assert '<span class="badge caution">within noise</span>' in shown(0.01, (-0.01, 0.03), True)
