@@ -27,7 +27,7 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-only --benchmark-columns=min,median,max,rounds
+	$(BIN)/python -m pytest tests/benchmarks -o python_files="bench_*.py" -s --benchmark-only --benchmark-columns=min,median,max,rounds
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
