@@ -89,6 +89,15 @@ def read_table(path: Path, text: str, label: str, group: str | None = None) -> T
     )
 
 
+def read_texts(path: Path, column: str) -> list[str]:
+    """The texts of one column of a data file, in its order, checked as `read_table` checks them."""
+    unit, records = _records(path, (column,))
+    texts = [_checked(values, (column,), f"{path}: {unit} {number}")[0] for number, values in records]
+    if not texts:
+        raise DataError(f"{path}: has no rows; add some below the header")
+    return texts
+
+
 def _checked(values: tuple[Any, ...], columns: tuple[str, ...], place: str) -> tuple[str, ...]:
     """The values as strings: text first, then label and silo value."""
     fields: list[str] = []

@@ -6,11 +6,13 @@ Unknown keys are errors. What a later version will offer and this one does not i
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from securefl.errors import ConfigError, NotAvailable
 
@@ -28,7 +30,9 @@ class Federation(_Section):
         description="How the silos learn from each other."
     )
     rounds: int = Field(3, ge=1, le=10_000, description="Rounds; round 1 is each silo's own first training.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Makes a simulation repeatable; noise from it is marked.")
+    seed: int = Field(
+        0, ge=0, lt=2**31, description="Makes a simulation repeatable; noise from it is marked."
+    )
 
 
 class DirichletSplit(_Section):
@@ -45,13 +49,18 @@ class ColumnSplit(_Section):
 
 
 class Data(_Section):
-    train: str = Field(description="CSV, TSV, JSONL or Parquet file, or builtin:bbc-news, builtin:imdb, "
-                       "builtin:rotten-tomatoes.")
+    train: str = Field(
+        description="CSV, TSV, JSONL or Parquet file, or builtin:bbc-news, builtin:imdb, "
+        "builtin:rotten-tomatoes."
+    )
     test: str = Field(description="The same for the test rows, which no silo trains on.")
     text: str = Field("text", description="Column with the text.")
     label: str = Field("label", description="Column with the label.")
     train_rows: int | None = Field(None, ge=4, description="Use this many rows, drawn by the seed.")
     test_rows: int | None = Field(None, ge=1, description="Use this many test rows, drawn by the seed.")
+    pool_rows: int = Field(
+        1000, ge=0, description="Rows of no silo kept for the audit: auxiliary text and controls, at most."
+    )
     validation: float = Field(0.2, ge=0.05, le=0.5, description="Share of a silo's rows kept from training.")
     split: Annotated[DirichletSplit | ColumnSplit, Field(discriminator="by")] = Field(
         DirichletSplit(), description="How the training rows are spread over the silos."
@@ -60,7 +69,8 @@ class Data(_Section):
 
 class Slm(_Section):
     models: tuple[str, ...] = Field(
-        ("builtin:minilm",), min_length=1,
+        ("builtin:minilm",),
+        min_length=1,
         description="Encoder folder, hub name or builtin:minilm; one for all silos, or one per silo.",
     )
     max_length: int = Field(64, ge=4, le=512, description="Tokens kept of a text.")
@@ -82,7 +92,9 @@ class CentroidPrivacy(_Section):
 
     min_size: int = Field(4, ge=1, description="Clusters below this many rows are withheld.")
     clip: float | None = Field(
-        None, gt=0, description="L2 bound of a row around the public centre 0; unset: the median over public texts."
+        None,
+        gt=0,
+        description="L2 bound of a row around the public centre 0; unset: the median over public texts.",
     )
     epsilon: float | None = Field(None, gt=0, description="For all centroid releases of the run together.")
     noise_multiplier: float | None = Field(None, gt=0, description="Sigma of the sums / clip, every round.")
@@ -119,7 +131,10 @@ class FedKc(_Section):
 
 class CrossLm(_Section):
     llm: str = Field("builtin:smollm2", description="Causal LM folder, hub name or builtin:smollm2.")
-    mode: Literal["stable", "paper"] = Field("stable", description="`paper`: equations (5)-(10) to the letter.")
+    encoder: str = Field("builtin:minilm", description="Sentence encoder of the diversity in (10).")
+    mode: Literal["stable", "paper"] = Field(
+        "stable", description="`paper`: equations (5)-(10) to the letter."
+    )
     synthetic: int = Field(64, ge=2, le=100_000, description="Texts generated an arrival.")
     keep: float = Field(0.25, gt=0, le=1, description="Share kept by the score (10).")
     max_new_tokens: int = Field(32, ge=1, le=1024, description="Tokens generated a text.")
@@ -131,16 +146,18 @@ class CrossLm(_Section):
     batch_size: int = Field(16, ge=1, le=4096, description="Texts a step, for the LLM.")
     slm_epochs: int = Field(2, ge=1, le=100, description="Passes over the kept texts for the SLM.")
     evaluate_rows: int = Field(32, ge=1, description="Test rows for the LLM's accuracy and perplexity.")
-    prompts: dict[str, str] = Field(default={}, description="Label to prompt M(y); unset: made from the label.")
+    prompts: dict[str, str] = Field(
+        default={}, description="Label to prompt M(y); unset: made from the label."
+    )
     verbalisers: dict[str, str] = Field(default={}, description="Label to word V(y); unset: the label.")
 
 
 class PolicyTerms(_Section):
     """What `simulate` writes into each silo's policy beyond what the configuration asks for."""
 
-    allow_embedding_centroids: Literal["the tokens of these rows can be read back from what is shared"] | None = Field(
-        None, description="Needed, word for word, for un-noised centroids of the embedding layer."
-    )
+    allow_embedding_centroids: (
+        Literal["the tokens of these rows can be read back from what is shared"] | None
+    ) = Field(None, description="Needed, word for word, for un-noised centroids of the embedding layer.")
     max_epsilon: float = Field(50.0, gt=0, description="Lifetime ceiling of a silo's private releases.")
 
 
@@ -171,7 +188,9 @@ def _refuse_unavailable(config: Config) -> None:
     }
     for field, asked in missing.items():
         if asked:
-            raise NotAvailable(f"{field} is not available in this version and nothing weaker is used in its place")
+            raise NotAvailable(
+                f"{field} is not available in this version and nothing weaker is used in its place"
+            )
 
 
 def parse_config(document: dict[str, Any], name: str = "configuration") -> Config:
@@ -186,7 +205,9 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
         raise ConfigError(f"{name}: {where}: {reason}{more}") from error
     _refuse_unavailable(config)
     if len(config.slm.models) > 1 and config.federation.method in AVERAGING:
-        raise ConfigError(f"{name}: slm.models: {config.federation.method} averages weights and needs one model")
+        raise ConfigError(
+            f"{name}: slm.models: {config.federation.method} averages weights and needs one model"
+        )
     return config
 
 
@@ -201,3 +222,33 @@ def load_config(path: Path) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
     return parse_config(document, str(path))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    if isinstance(value, BaseModel):
+        shown = {key: part for key, part in value.model_dump(mode="json").items() if part is not None}
+        return "`{ " + ", ".join(f"{key} = {json.dumps(part)}" for key, part in shown.items()) + " }`"
+    if value is None:
+        return "unset"
+    return f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
+
+
+def reference() -> str:
+    """Every key of the file as a Markdown table, made from the models above."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    nested = {"privacy.centroids": CentroidPrivacy}
+    for section, field in Config.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel)
+        for key, part in model.model_fields.items():
+            inner = nested.get(f"{section}.{key}")
+            if inner is None:
+                rows.append(f"| `{section}.{key}` | {_default(part)} | {part.description} |")
+                continue
+            for name, leaf in inner.model_fields.items():
+                rows.append(f"| `{section}.{key}.{name}` | {_default(leaf)} | {leaf.description} |")
+    return "\n".join(rows)

@@ -22,7 +22,6 @@ from securefl.config import ColumnSplit, Config, Data, DirichletSplit
 from securefl.errors import DataError
 from securefl.messages import NAME
 
-POOL_ROWS = 1000
 DRAWS = 100
 MAX_SILOS = 256
 # Names that a run's folders use for others than silos.
@@ -64,8 +63,8 @@ class Corpus:
 
     labels: sorted, the index is the label id. train, validation: a silo's rows, disjoint; the union over all
     silos is the train source (or the `train_rows` drawn of it). test: no text of the train source; the
-    `test_duplicates` rows that had one were dropped. pool: at most 1000 rows that are nobody's, which are
-    train rows not drawn, or else test rows.
+    `test_duplicates` rows that had one were dropped. pool: at most `data.pool_rows` rows that are
+    nobody's, which are train rows not drawn, or else test rows.
     """
 
     labels: tuple[str, ...]
@@ -110,7 +109,7 @@ def load_corpus(config: Config) -> Corpus:
         held = max(1, int(len(rows) * data.validation + 0.5))
         order = _rng(seed, _VALIDATION, number).permutation(len(rows))
         validation[name], fitted[name] = train.take(rows[order[:held]]), train.take(rows[order[held:]])
-    pool = _pool(train, drawn, test, _rng(seed, _POOL))
+    pool = _pool(train, drawn, test, data.pool_rows, _rng(seed, _POOL))
     return Corpus(labels, fitted, validation, test, pool, duplicates)
 
 
@@ -173,7 +172,7 @@ def _draw(
     return rng.permutation(np.concatenate(picked)).astype(np.int64)
 
 
-def _pool(train: Rows, drawn: NDArray[np.int64], test: Rows, rng: np.random.Generator) -> Rows:
+def _pool(train: Rows, drawn: NDArray[np.int64], test: Rows, most: int, rng: np.random.Generator) -> Rows:
     owned = {normalise(train.texts[row]) for row in drawn.tolist()}
     left: list[int] = []
     for row in np.setdiff1d(np.arange(len(train)), drawn).tolist():
@@ -182,7 +181,7 @@ def _pool(train: Rows, drawn: NDArray[np.int64], test: Rows, rng: np.random.Gene
             owned.add(key)
             left.append(row)
     nobodys = train.take(left) if left else test
-    return nobodys.take(rng.permutation(len(nobodys))[:POOL_ROWS])
+    return nobodys.take(rng.permutation(len(nobodys))[:most])
 
 
 def _split(
@@ -190,7 +189,10 @@ def _split(
 ) -> dict[str, NDArray[np.int64]]:
     split = data.split
     if isinstance(split, DirichletSplit):
-        parts = dirichlet_split(labels, split.silos, split.alpha, split.min_rows, rng)
+        try:
+            parts = dirichlet_split(labels, split.silos, split.alpha, split.min_rows, rng)
+        except DataError as error:
+            raise DataError(f"{data.train}: {error}") from error
         return {f"silo-{number}": part for number, part in enumerate(parts, start=1)}
     return _by_column(groups, split, data.train)
 

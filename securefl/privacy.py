@@ -52,7 +52,7 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The epsilon at which a mu-Gaussian-DP mechanism is (epsilon, delta)-DP; 0 where delta suffices alone."""
+    """The epsilon at which a mu-Gaussian-DP mechanism is (epsilon, delta)-DP; 0 where delta alone does."""
     if mu <= 0 or gaussian_delta(0.0, mu) <= delta:
         return 0.0
     high = 1.0
@@ -154,9 +154,7 @@ def _kind(vectors: NDArray[Any]) -> PayloadKind:
     return PayloadKind.CENTROIDS if vectors.ndim == 2 else PayloadKind.EMBEDDING_CENTROIDS
 
 
-def release_means(
-    means: LocalResult, info: Mapping[str, Any], min_size: int
-) -> Release:
+def release_means(means: LocalResult, info: Mapping[str, Any], min_size: int) -> Release:
     """KMeans centroids as they are, as the paper shares them. A minimum size is not anonymity.
 
     means.tensors: centroids (q, d) or (q, S, d), mask (q, S) with the latter, predictions (q, C), sizes (q,).
@@ -217,7 +215,9 @@ def release_noisy_sums(
     draw = noise.generator
     sums = _sums(vectors, assignment, clusters)
     sums = sums + draw.normal(0, mechanism.clip * mechanism.noise_multiplier, sums.shape)
-    counts = np.bincount(assignment, minlength=clusters) + draw.normal(0, mechanism.count_multiplier, clusters)
+    counts = np.bincount(assignment, minlength=clusters) + draw.normal(
+        0, mechanism.count_multiplier, clusters
+    )
     votes = _sums(predictions, assignment, clusters)
     votes = votes + draw.normal(0, mechanism.prediction_multiplier, votes.shape)
     kept = np.flatnonzero(counts >= mechanism.min_size)

@@ -64,7 +64,9 @@ def test_the_budget_of_a_run_is_spent_over_its_releases() -> None:
 
 
 def test_a_noise_multiplier_is_that_of_the_sums() -> None:
-    assert calibrate_centroids(CentroidPrivacy(noise_multiplier=1.5), 2.0, 9).noise_multiplier == pytest.approx(1.5)
+    assert calibrate_centroids(
+        CentroidPrivacy(noise_multiplier=1.5), 2.0, 9
+    ).noise_multiplier == pytest.approx(1.5)
 
 
 def _noiseless(vectors: np.ndarray, predictions: np.ndarray, assignment: np.ndarray, q: int) -> np.ndarray:
@@ -99,7 +101,7 @@ def test_without_noise_the_release_is_the_clipped_mean() -> None:
     noise = Noise(_Zeros(), "none", True)  # type: ignore[arg-type]
     local = LocalResult({"vectors": vectors, "predictions": predictions}, 4)
     release, kept = release_noisy_sums(local, np.array([0, 0, 0, 1]), 3, mechanism, noise, {})
-    # Cluster 0: (0.6, 0.8) twice and (0, 1): mean (0.4, 2.6 / 3). Cluster 1 has one row, 2 is empty: withheld.
+    # Cluster 0: (0.6, 0.8) twice and (0, 1): mean (0.4, 2.6 / 3). Clusters 1 (one row) and 2 are withheld.
     assert kept.tolist() == [0]
     np.testing.assert_allclose(release.tensors["centroids"], [[0.4, 2.6 / 3]], atol=1e-6)
     np.testing.assert_allclose(release.tensors["predictions"], [[0.5, 0.5]], atol=1e-5)
@@ -116,7 +118,7 @@ def test_noise_has_the_stated_scale() -> None:
 
 
 def test_suppression_looks_at_the_noisy_count_alone() -> None:
-    """A cluster of 3 under a minimum of 5 is sometimes released, and an empty one too: the count is private."""
+    """A cluster of 3 under a minimum of 5 is sometimes released, and an empty one too."""
     mechanism = CentroidMechanism(1.0, 1.0, 4.0, 1.0, 1e-5, 5)
     local = LocalResult({"vectors": np.zeros((3, 2)), "predictions": np.full((3, 2), 0.5)}, 3)
     seen = [
@@ -164,8 +166,9 @@ def test_predictions_outside_the_simplex_are_refused() -> None:
 
 
 def test_small_clusters_do_not_slip_out_unnoised() -> None:
-    means = LocalResult({"centroids": np.ones((2, 3)), "predictions": np.full((2, 2), 0.5),
-                         "sizes": np.array([9.0, 3.0])}, 12)
+    means = LocalResult(
+        {"centroids": np.ones((2, 3)), "predictions": np.full((2, 2), 0.5), "sizes": np.array([9.0, 3.0])}, 12
+    )
     with pytest.raises(SecureflError, match="minimum size"):
         release_means(means, {}, 4)
     assert isinstance(release_means(means, {}, 3).claim, NonPrivate)

@@ -1,0 +1,322 @@
+"""The `securefl` command: reads arguments, calls one function, prints a table or one JSON document.
+
+Exit codes: 0 done, 2 bad usage or configuration, 3 refused by policy or budget, 4 protocol or verification
+failure, 1 anything else. Errors are one sentence on stderr. Heavy modules load inside the commands, so that
+`--help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from securefl import __version__
+from securefl.errors import Refused, SecureflError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Train language models across institutions that may not pool their text.",
+)
+ledger_app = typer.Typer(no_args_is_help=True, help="Check a silo's record of what left it.")
+app.add_typer(ledger_app, name="ledger")
+
+OUT = Console(soft_wrap=False, width=None)
+ERR = Console(stderr=True)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+
+
+def run_app(application: typer.Typer, program: str, arguments: list[str] | None = None) -> int:
+    """Run a typer application; every error becomes one sentence and an exit code."""
+    try:
+        application(args=arguments, prog_name=program)
+        return 0
+    except SystemExit as ended:  # how the library reports its own ends, usage errors among them
+        return ended.code if isinstance(ended.code, int) else 0
+    except SecureflError as error:
+        return _failed(program, str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _failed(program, "interrupted; a run that was under way can be continued with --resume", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return _failed(program, what, 1)
+    except MemoryError:
+        return _failed(
+            program, "out of memory; lower slm.max_length, slm.batch_size or the number of rows", 1
+        )
+
+
+def _failed(program: str, message: str, code: int) -> int:
+    ERR.print(f"[bold red]{program}:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    return code
+
+
+def main() -> None:
+    """Entry point of the `securefl` command."""
+    sys.exit(run_app(app, "securefl"))
+
+
+def _say(line: str) -> None:
+    """A line of the result, never wrapped, so that paths can be copied."""
+    OUT.print(line, highlight=False, soft_wrap=True)
+
+
+def _print_json(document: Any) -> None:
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def progress_bar(total: float) -> Iterator[Callable[[float, str], None]]:
+    """A progress bar on stderr for `total` units; yields the function that moves it."""
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=ERR, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def move(amount: float, what: str) -> None:
+            bar.update(task, advance=amount, description=escape(what))
+
+        yield move
+        bar.update(task, completed=total)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"securefl {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[  # noqa: ARG001 - its callback acts
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train language models across institutions that may not pool their text."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads that wait for each other by spinning make training several times slower on a shared machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@app.command(epilog="Example: securefl demo --out my-demo")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder to make.")] = Path("securefl-demo"), as_json: Json = False
+) -> None:
+    """Run four silos through every method on BBC news, and attack what left them (about 6 minutes)."""
+    from attacks.audit import audit
+    from attacks.audit_report import attack_table, audit_sections
+    from attacks.findings import Audit
+    from securefl.demo import demo_configs, demo_units, run_demo
+    from securefl.recording import RunFolder
+    from securefl.report.render import accuracy_table, departures_table, write_comparison_report
+
+    folder, configs = RunFolder(out, resume=True), demo_configs()
+    audits: list[tuple[str, Audit]] = []
+
+    def attack(run: Path, name: str) -> None:
+        audits.append((name, audit(run, run)))
+
+    with progress_bar(demo_units(configs)) as move:
+        results = run_demo(
+            folder, configs, move, attack, lambda text: ERR.print(escape(text), highlight=False)
+        )
+    write_comparison_report(
+        results,
+        folder.path / "report.html",
+        audit_sections(audits),
+        title="What four silos shared, and what it gave away",
+    )
+    folder.finish()
+    if as_json:
+        _print_json(
+            {
+                "results": [json.loads(result.to_json()) for result in results],
+                "audits": {name: json.loads(found.to_json()) for name, found in audits},
+                "report": str(out / "report.html"),
+            }
+        )
+        return
+    for table in (accuracy_table(results), departures_table(results), attack_table(audits)):
+        OUT.print(table)
+        OUT.print()
+    _say(f"The report, with plots: {escape(str(out / 'report.html'))}")
+
+
+@app.command(epilog="Example: securefl keygen hospital-a --out keys")
+def keygen(
+    name: Annotated[str, typer.Argument(help="Name in the federation: a-z, 0-9, dot, dash, underscore.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for NAME.key (keep secret) and NAME.card.json (give out).")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Make a silo's or a server's identity: a private file (mode 0600) and a public card."""
+    from securefl.crypto.identity import Identity
+
+    identity = Identity.generate(name)
+    key, card = out / f"{name}.key", out / f"{name}.card.json"
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    identity.save(key)
+    identity.card.save(card)
+    if as_json:
+        _print_json(
+            {"name": name, "key": str(key), "card": str(card), "fingerprint": identity.card.fingerprint}
+        )
+        return
+    _say(f"Private key (keep it here): {escape(str(key))}")
+    _say(f"Public card (give it out):  {escape(str(card))}")
+    _say(f"Fingerprint to compare:     {identity.card.short_fingerprint}")
+
+
+@app.command(epilog="Example: securefl simulate study.toml --out run")
+def simulate(
+    file: Annotated[Path, typer.Argument(help="Configuration (TOML).")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a federation on your own data, all parties in this process."""
+    from securefl.config import load_config
+    from securefl.data import load_corpus
+
+    config = load_config(file)
+    if resume and (out / "result.json").is_file():
+        from securefl.inspection import inspect_path
+
+        document = json.loads((out / "result.json").read_text(encoding="utf-8"))
+        if document["config"] != config.model_dump(mode="json"):
+            raise _other_configuration(out, file)
+        _print_json(document if as_json else inspect_path(out))
+        return
+    corpus = load_corpus(config)
+    from securefl.report.render import accuracy_table, departures_table
+    from securefl.simulation import Simulation, work_units
+
+    with progress_bar(work_units(config, len(corpus.train))) as move:
+        run = Simulation(config, corpus, out, resume=resume, progress=move)
+        if corpus.test_duplicates:
+            ERR.print(f"{corpus.test_duplicates} test rows are also training rows and were left out")
+        result = run.run()
+    refused = [refusal for client in run.clients.values() for refusal in client.refusals]
+    if as_json:
+        _print_json(json.loads(result.to_json()))
+        _end_refused(refused)
+        return
+    name, first = next(iter(run.clients.items()))
+    _say(
+        f"The policy of {name}; the others differ in names and fingerprints ({escape(str(out / 'policy'))}):"
+    )
+    _say(escape(first.policy.to_toml()))
+    for entry in (refusal for row in result.rounds for refusal in row.refusals):
+        ERR.print(f"[yellow]{escape(entry.name)}, {entry.step}: {escape(entry.reason)}[/]", soft_wrap=True)
+    OUT.print(accuracy_table([result]))
+    OUT.print(departures_table([result]))
+    _say(f"The report: {escape(str(out / 'report.html'))}")
+    _end_refused(refused)
+
+
+def _end_refused(refused: list[Refused]) -> None:
+    """A run that went on without what a silo's policy forbids is written, but is not a success."""
+    if refused:
+        raise refused[0]
+
+
+def _other_configuration(out: Path, file: Path) -> SecureflError:
+    from securefl.errors import UsageError
+
+    return UsageError(f"{out}: is a finished run of another configuration than {file}; choose another --out")
+
+
+@app.command(epilog="Example: securefl inspect run/ledger/silo-1.jsonl")
+def inspect(path: Annotated[Path, typer.Argument(help="File or folder.")], as_json: Json = False) -> None:
+    """Say what an envelope, release, ledger, card, run or configuration holds."""
+    from securefl.inspection import inspect_path
+
+    document = inspect_path(path)
+    if as_json:
+        _print_json(document)
+    else:
+        OUT.print_json(data=document)
+
+
+@ledger_app.command("verify", epilog="Example: securefl ledger verify run/ledger/silo-1.jsonl")
+def ledger_verify(path: Annotated[Path, typer.Argument(help="NAME.jsonl")], as_json: Json = False) -> None:
+    """Check the hash chain, every signature and the account; exit 4 names the first bad entry."""
+    from securefl.ledger import verify_ledger
+
+    summary = verify_ledger(path)
+    if as_json:
+        _print_json(
+            {
+                "verified": True,
+                "name": summary.name,
+                "fingerprint": summary.fingerprint,
+                "entries": summary.entries,
+                "head": summary.head_hash,
+                "notes": list(summary.notes),
+            }
+        )
+        return
+    _say(
+        f"{escape(str(path))}: {summary.entries} entries of {summary.name} verify",
+    )
+    for note in summary.notes:
+        OUT.print(f"note: {escape(note)}")
+
+
+@app.command(epilog="Example: securefl export run silo-1 --out model")
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a finished run.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The silo whose model to take.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+) -> None:
+    """Copy a trained model out of a run as a Hugging Face folder with its card."""
+    from securefl.trained import export_model
+
+    export_model(run, name, out)
+    _say(
+        f"{escape(str(out))}: a Hugging Face folder; its README.md says how to load it",
+    )
+
+
+@app.command(epilog="Example: securefl predict model new.csv --out labels.jsonl")
+def predict(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder that `export` made.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSONL or Parquet.")],
+    out: Annotated[Path, typer.Option(help="JSONL file for the labels.")],
+    text: Annotated[str, typer.Option(help="Column with the text.")] = "text",
+) -> None:
+    """Classify the texts of a file."""
+    from securefl.trained import predict_file
+
+    rows = predict_file(model, file, out, text)
+    OUT.print(f"{rows} rows classified: {escape(str(out))}")

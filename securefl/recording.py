@@ -1,0 +1,117 @@
+"""The folder of a run: what a simulation writes of releases, truth, policies, cards and models.
+
+Everything goes to `OUT.partial` and is renamed to `OUT` when the run is complete, so that a folder with the
+asked-for name is always whole. Releases are the very bytes that left, as their intended recipient could
+read them; the truth behind them is written apart and only the scoring of an attack reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from securefl.data import Corpus, Rows
+from securefl.errors import UsageError
+from securefl.files import write_atomic
+from securefl.messages import RoundPlan
+from securefl.privacy import release_average
+from securefl.release import PayloadKind, Tensors, encode_release, fingerprint
+
+
+class RunFolder:
+    """A run being written. `path` is `OUT.partial` until `finish` renames it.
+
+    Raises UsageError where OUT is taken, or an interrupted run lies there and `resume` is False.
+    """
+
+    def __init__(self, out: Path, resume: bool = False) -> None:
+        self.out = out
+        self.path = out.with_name(out.name + ".partial")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out}: exists already and is not empty; choose another --out or remove it")
+        if self.path.exists() and not resume:
+            raise UsageError(f"{self.path}: holds an interrupted run; continue it with --resume or remove it")
+
+    def open(self) -> None:
+        """Make the folder, keeping only the finished trainings of an interrupted run."""
+        if self.path.exists():
+            for child in self.path.iterdir():
+                if child.name != "state":
+                    shutil.rmtree(child) if child.is_dir() else child.unlink()
+        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def state(self) -> Path:
+        """Finished local trainings, for `--resume`; secret, and removed at the end."""
+        return self.path / "state"
+
+    def witness(
+        self, client: str, plan: RoundPlan, kind: PayloadKind, body: bytes, evidence: Mapping[str, Any]
+    ) -> None:
+        """Record a release and, apart from it, the rows behind each of its centroids."""
+        name = f"r{plan.round:03d}-{plan.step.value}-{kind.value}.safetensors"
+        write_atomic(self._sub("releases", client) / name, body)
+        if "clusters" in evidence:
+            truth = {"release": name, "clusters": evidence["clusters"]}
+            target = self._sub("truth", client) / f"r{plan.round:03d}-{plan.step.value}.json"
+            write_atomic(target, json.dumps(truth).encode())
+
+    def global_model(self, number: int, tensors: Tensors, base: str, labels: Sequence[str]) -> None:
+        """Record the weights that the server sent to all silos at the start of a round (or at the end)."""
+        info = {"round": number, "base": base, "labels": list(labels), "encoder": fingerprint(tensors)}
+        body = encode_release(release_average(tensors, info))
+        write_atomic(self._sub("releases", "server") / f"r{number:03d}-model.safetensors", body)
+
+    def truth(self, corpus: Corpus) -> None:
+        """Write the rows that each silo trains on, and the rows that are nobody's."""
+        for name, rows in corpus.train.items():
+            self._rows(self._sub("truth", name) / "rows.jsonl", rows, corpus.labels)
+        self._rows(self._sub("truth") / "pool.jsonl", corpus.pool, corpus.labels)
+
+    def _rows(self, path: Path, rows: Rows, labels: Sequence[str]) -> None:
+        lines = [
+            json.dumps({"id": row, "text": text, "label": labels[int(label)]}, ensure_ascii=False)
+            for row, text, label in zip(rows.ids, rows.texts, rows.labels, strict=True)
+        ]
+        write_atomic(path, ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
+
+    def text(self, relative: str, content: str) -> Path:
+        """Write a text file of the run."""
+        path = self.path / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content.encode("utf-8", "surrogatepass"))
+        return path
+
+    def _sub(self, *parts: str) -> Path:
+        path = self.path.joinpath(*parts)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def finish(self) -> None:
+        """Drop the working state and give the folder its name."""
+        shutil.rmtree(self.state, ignore_errors=True)
+        if self.out.exists():
+            self.out.rmdir()
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.path.replace(self.out)
+
+
+def link_duplicates(folders: Sequence[Path], name: str = "model.safetensors") -> None:
+    """Silos that end with the same weights share one file on disk."""
+    seen: dict[bytes, Path] = {}
+    for folder in folders:
+        path = folder / name
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        if digest in seen:
+            path.unlink()
+            os.link(seen[digest], path)
+        else:
+            seen[digest] = path

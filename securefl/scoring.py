@@ -1,0 +1,35 @@
+"""Figures of a result: accuracies with intervals, and whether a difference is more than noise.
+
+Pure functions on arrays of right and wrong answers; no models, no files.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest
+
+from securefl.result import Difference
+
+RESAMPLES = 2000
+
+
+def wilson(right: NDArray[np.bool_]) -> tuple[float, float]:
+    """95 % Wilson interval of an accuracy from its (n,) answers."""
+    interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def paired_difference(method: NDArray[np.bool_], baseline: NDArray[np.bool_], seed: int) -> Difference:
+    """Mean accuracy over silos of a method minus the baseline's, on the same test rows.
+
+    method, baseline: (silos, n) right or wrong. The 95 % percentile interval resamples test rows, keeping
+    the answers of all models on a row together, since they are not independent. It speaks of the choice of
+    test rows only, not of the seed of the training.
+    """
+    gaps = method.mean(axis=0, dtype=np.float64) - baseline.mean(axis=0, dtype=np.float64)
+    draw = np.random.default_rng(seed).integers(0, len(gaps), (RESAMPLES, len(gaps)))
+    low, high = np.quantile(gaps[draw].mean(axis=1), (0.025, 0.975))
+    return Difference(
+        value=float(gaps.mean()), interval=(float(low), float(high)), within_noise=bool(low <= 0 <= high)
+    )

@@ -1,0 +1,276 @@
+"""Admission and the round as a state machine without I/O.
+
+`outgoing` gives the sealed plans of the step at hand, `receive` admits one answer or raises, `close_step`
+moves on with those that were admitted. What the server may open it checks; centroids for peers it relays
+unread. It keeps no socket, no clock of its own and no model code: weights are named arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from securefl.config import AVERAGING, Config
+from securefl.crypto import envelope
+from securefl.crypto.identity import Card, Identity
+from securefl.errors import (
+    MalformedEnvelope,
+    PayloadError,
+    SecureflError,
+    TooFewSilos,
+    WrongRecipient,
+    WrongRound,
+    WrongRun,
+)
+from securefl.messages import Dropped, FedKcTerms, Header, Party, RoundPlan, Step
+from securefl.methods.averaging import weighted_mean
+from securefl.release import (
+    PayloadKind,
+    Release,
+    Tensors,
+    check_tensors,
+    decode,
+    encode,
+    fingerprint,
+    release_from,
+)
+
+MIN_COHORT = 2  # the "mean" of one silo's weights is that silo's weights
+MAX_ROWS = 10**9
+
+
+@dataclass
+class Server:
+    """The server of one run.
+
+    roster: the enrolled silos' cards by name. shapes: for each silo, the arrays its model consists of.
+    model: the global weights of the averaging methods (round 1: the common start).
+    """
+
+    identity: Identity
+    roster: Mapping[str, Card]
+    run: str
+    config: Config
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    model: Tensors
+    clock: Callable[[], float]
+    round: int = 1
+    finished: bool = False
+    dropped: list[Dropped] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._sequence = 0
+        self._replay = envelope.ReplayGuard()
+        self._steps = self._steps_of_round()
+        self._admitted: dict[str, Release | None] = {}
+        self._sealed: dict[str, bytes] = {}
+        self._relay: dict[str, bytes] = {}
+        self._candidates: dict[str, Tensors] = {}
+        self.metrics: dict[str, Mapping[str, float]] = {}
+
+    @property
+    def step(self) -> Step:
+        """What the silos are being asked for."""
+        return self._steps[0]
+
+    def _steps_of_round(self) -> list[Step]:
+        federation = self.config.federation
+        steps = [Step.TRAIN]
+        if federation.method == "fedkc" and self.config.fedkc.source == "peers" and self.round > 1:
+            steps.insert(0, Step.SHARE)  # not in round 1: its model has an untrained head and knows nothing
+        if federation.method in ("crosslm", "datafree-kd"):
+            steps.append(Step.CANDIDATE)
+        if self.round == federation.rounds:
+            steps.append(Step.FINISH)
+        return steps
+
+    # --- out
+
+    def outgoing(self) -> dict[str, bytes]:
+        """The sealed plan of this step for every silo it concerns."""
+        concerned = self._candidates if self.step is Step.CANDIDATE else self.roster
+        return {name: self._plan_for(name) for name in self.roster if name in concerned}
+
+    def _plan_for(self, name: str) -> bytes:
+        averaging = self.config.federation.method in AVERAGING
+        tensors: dict[str, NDArray[Any]] = {}
+        model = None
+        if self.step is Step.CANDIDATE:
+            tensors.update(self._candidates[name])
+            model = fingerprint(self._candidates[name])
+        elif averaging:
+            tensors.update(self.model)
+            model = fingerprint(self.model)
+        relayed = tuple(peer for peer in self._relay if peer != name) if self.step is Step.TRAIN else ()
+        for peer in relayed:
+            tensors[f"relay/{peer}"] = np.frombuffer(self._relay[peer], np.uint8)
+        plan = RoundPlan(
+            run=self.run,
+            round=self.round,
+            rounds=self.config.federation.rounds,
+            step=self.step,
+            method=self.config.federation.method,
+            cohort=tuple(_party(card) for card in self.roster.values()),
+            model=model,
+            relayed=relayed,
+            epochs=self.config.round_epochs(self.round),
+            fedkc=self._fedkc_terms(),
+            answer=self._answer_kind(),
+        )
+        body = encode(PayloadKind.PLAN, plan.model_dump(mode="json"), tensors)
+        self._sequence += 1
+        header = Header(
+            run=self.run,
+            round=self.round,
+            step=self.step.value,
+            sender=_party(self.identity.card),
+            recipients=(_party(self.roster[name]),),
+            kind=PayloadKind.PLAN,
+            sequence=self._sequence,
+            time=int(self.clock()),
+        )
+        return envelope.seal(body, header, self.identity, [self.roster[name]])
+
+    def _fedkc_terms(self) -> FedKcTerms | None:
+        terms = self.config.fedkc
+        if self.config.federation.method != "fedkc" or isinstance(terms.compose, int):
+            return None
+        return FedKcTerms(
+            compose=terms.compose,
+            source=terms.source,
+            clusters=terms.clusters,
+            alpha=terms.alpha,
+            weights=terms.weights,
+        )
+
+    def _answer_kind(self) -> PayloadKind:
+        if self.step is Step.TRAIN:
+            return PayloadKind.MODEL
+        if self.step is Step.SHARE:
+            layered = self.config.fedkc.compose == "embeddings"
+            return PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
+        return PayloadKind.METRICS
+
+    # --- in
+
+    def receive(self, message: bytes) -> Header:
+        """Admit one answer to this step, or raise a ProtocolError that says what is wrong and change nothing.
+
+        Signature and roster first, then run, round and step, then recipient and sequence, and only then is
+        anything decrypted or parsed. "Unavailable" is an answer too: it counts as dropped.
+        """
+        verified = envelope.verify(message, self.roster)
+        header = verified.header
+        name = header.sender.name
+        if header.run != self.run:
+            raise WrongRun(f"{name} answered for another run; its message was refused")
+        if (header.round, header.step) != (self.round, self.step.value):
+            raise WrongRound(
+                f"{name} answered for round {header.round} ({header.step}) in round {self.round} "
+                f"({self.step.value}); its message was refused"
+            )
+        self._replay.check(header)
+        if name in self._admitted:
+            raise WrongRound(f"{name} answered this step already; its second message was refused")
+        if header.kind not in (self._answer_kind(), PayloadKind.UNAVAILABLE):
+            raise MalformedEnvelope(
+                f"{name} sent {header.kind.value} where {self._answer_kind().value} was due"
+            )
+        if header.kind is PayloadKind.UNAVAILABLE or self.step is not Step.SHARE:
+            release = self._opened(verified, header)
+        else:
+            self._check_peers(header)
+            release = None
+            self._sealed[name] = message
+        self._replay.accept(header)
+        if header.kind is PayloadKind.UNAVAILABLE:
+            self.dropped.append(
+                Dropped(
+                    name=name, step=self.step.value, error="Unavailable", reason="takes no part this round"
+                )
+            )
+        else:
+            self._admitted[name] = release
+        return header
+
+    def _check_peers(self, header: Header) -> None:
+        """Centroids must be sealed to every other silo, so that the server cannot pick who reads them."""
+        due = {(card.name, card.fingerprint) for card in self.roster.values()} - {
+            (header.sender.name, header.sender.key)
+        }
+        if {(party.name, party.key) for party in header.recipients} != due:
+            raise WrongRecipient(f"the centroids of {header.sender.name} are not sealed to exactly its peers")
+
+    def _opened(self, verified: envelope.Verified, header: Header) -> Release | None:
+        name = header.sender.name
+        body = decode(envelope.open_(verified, self.identity))
+        if body.kind is not header.kind:
+            raise PayloadError(f"{name} sent {body.kind} in an envelope marked {header.kind}")
+        if body.kind is PayloadKind.UNAVAILABLE:
+            return None
+        release = release_from(body)
+        if release.kind is PayloadKind.MODEL:
+            check_tensors(release.tensors, self.shapes[name], name)
+            rows = release.info.get("rows")
+            if type(rows) is not int or not 0 < rows <= MAX_ROWS:
+                raise PayloadError(f"{name} sent a row count that is not a positive whole number")
+        elif release.kind is PayloadKind.METRICS:
+            figures = release.info.get("metrics")
+            if not isinstance(figures, dict) or not all(
+                type(x) in (int, float, bool) for x in figures.values()
+            ):
+                raise PayloadError(f"{name} sent metrics that are not figures")
+        return release
+
+    def drop(self, name: str, error: SecureflError) -> None:
+        """Note that a silo's message in this step was refused; the round goes on without it."""
+        self.dropped.append(
+            Dropped(name=name, step=self.step.value, error=type(error).__name__, reason=str(error))
+        )
+
+    def admitted(self) -> Mapping[str, Release | None]:
+        """The answers to this step so far (None: sealed to peers, which the server cannot read)."""
+        return dict(self._admitted)
+
+    # --- on
+
+    def offer(self, name: str, candidate: Tensors) -> None:
+        """Put a trained model up for a silo to consider in the next step (CrossLM)."""
+        self._candidates[name] = candidate
+
+    def close_step(self) -> None:
+        """End the step with the answers there are. Raises TooFewSilos where they do not suffice."""
+        releases = {name: release for name, release in self._admitted.items() if release is not None}
+        averaging = self.config.federation.method in AVERAGING
+        if self.step is Step.TRAIN and averaging:
+            if len(releases) < MIN_COHORT:
+                raise TooFewSilos(
+                    f"round {self.round}: {len(releases)} of {len(self.roster)} silos answered and at least "
+                    f"{MIN_COHORT} are needed to average; see the refusals of the others"
+                )
+            self.model = weighted_mean(
+                {name: release.tensors for name, release in releases.items()},
+                {name: float(release.info["rows"]) for name, release in releases.items()},
+            )
+        elif self.step is Step.TRAIN and not releases:
+            raise TooFewSilos(f"round {self.round}: no silo sent a model")
+        elif self.step is Step.FINISH:
+            self.metrics = {name: dict(release.info["metrics"]) for name, release in releases.items()}
+        if self.step is Step.CANDIDATE:
+            self._candidates = {}
+        self._relay, self._sealed, self._admitted = self._sealed, {}, {}
+        self._steps = self._steps[1:]
+        if not self._steps:
+            if self.round == self.config.federation.rounds:
+                self.finished = True
+                return
+            self.round += 1
+            self._steps = self._steps_of_round()
+
+
+def _party(card: Card) -> Party:
+    return Party(name=card.name, key=card.fingerprint)

@@ -1,0 +1,489 @@
+"""A whole federation in one process: real models, keys, envelopes and ledgers over the in-memory transport.
+
+Used by `securefl simulate` and `securefl demo`, and by researchers as an API. It plays every party, so it
+alone may see the rows and the results of all; what it writes for the auditor is in `recording`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import platform
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from securefl.client import Client, SiloData, derive_seed
+from securefl.config import AVERAGING, PERMIT_EMBEDDINGS, Config
+from securefl.crosslm_worker import CrossLmWorker
+from securefl.crypto.identity import Identity
+from securefl.data import Corpus, Rows
+from securefl.errors import NotAvailable, PolicyRefusal, ProtocolError, Refused, TooFewSilos
+from securefl.ledger import Ledger
+from securefl.memo import TrainingMemo
+from securefl.messages import Step
+from securefl.model_card import model_card
+from securefl.models import Slm, base_fingerprint, load_slm
+from securefl.policy import Policy
+from securefl.privacy import noise_source
+from securefl.recording import RunFolder, link_duplicates
+from securefl.release import PayloadKind, fingerprint
+from securefl.result import ClientRow, ReleaseRow, Result, RoundRow, ServerRow
+from securefl.scoring import paired_difference, wilson
+from securefl.server import Server
+from securefl.training import probabilities
+from securefl.transport.memory import Meddler, MemoryTransport
+
+SERVER = "server"
+LIBRARIES = ("securefl", "torch", "transformers", "peft", "sentence-transformers", "cryptography", "numpy")
+MAX_RELEASE_BYTES = 512 * 2**20
+Progress = Callable[[float, str], None]
+
+
+def _quiet(amount: float, what: str) -> None:
+    """The progress of a caller who wants none."""
+
+
+@dataclass
+class Workbench:
+    """What the runs of one process share: loaded checkpoints, answers of a model on the test rows.
+
+    Nothing here depends on a method, so sharing changes time and not results.
+    """
+
+    _loaded: dict[str, tuple[Slm, str]] = field(default_factory=dict)
+    _answers: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+
+    def slm(self, name: str, labels: tuple[str, ...], config: Config) -> tuple[Slm, str]:
+        """A fresh copy of a checkpoint with the run's initial head, and the hash of its files."""
+        terms = config.slm
+        seed = config.federation.seed
+        key = repr((name, labels, terms.max_length, terms.train_embeddings, seed))
+        if key not in self._loaded:
+            model = load_slm(
+                name,
+                labels,
+                max_length=terms.max_length,
+                train_embeddings=terms.train_embeddings,
+                seed=derive_seed(seed, "head"),
+            )
+            self._loaded[key] = (model, base_fingerprint(name))
+        model, base = self._loaded[key]
+        return copy.deepcopy(model), base
+
+    def answers(self, slm: Slm, rows: Rows) -> NDArray[np.bool_]:
+        """(n,) whether the model is right on each test row."""
+        key = hashlib.sha256(repr((slm.name, fingerprint(slm.state()), rows.ids)).encode()).hexdigest()
+        if key not in self._answers:
+            self._answers[key] = probabilities(slm, rows.texts).argmax(axis=1) == rows.labels
+        return self._answers[key]
+
+
+def work_units(config: Config, silos: int) -> float:
+    """How much work a run is, in local passes of one silo: the total of the progress that it reports."""
+    epochs = [config.round_epochs(number) for number in range(1, config.federation.rounds + 1)]
+    passes = sum(epochs)
+    total = 2.0 * passes * silos if config.federation.method != "standalone" else float(passes * silos)
+    if config.federation.method == "fedkc" and config.fedkc.source == "peers":
+        total += float(sum(epochs[1:]) * silos)
+    if config.federation.method in ("crosslm", "datafree-kd"):
+        total += ARRIVAL_UNITS * silos * config.federation.rounds + EVALUATION_UNITS
+    return total
+
+
+ARRIVAL_UNITS, EVALUATION_UNITS = 25.0, 30.0
+
+
+@dataclass
+class Simulation:
+    """One run of one method.
+
+    config, corpus: what and on whose rows. out: the folder to make (see `recording`). workbench: shared
+    between runs. memo: where finished trainings are kept, by default inside the run. meddler: what an
+    attacker does to answers on the wire (tests). progress: called with (units done, what).
+    """
+
+    config: Config
+    corpus: Corpus
+    out: Path
+    workbench: Workbench = field(default_factory=Workbench)
+    memo: TrainingMemo | None = None
+    resume: bool = False
+    meddler: Meddler | None = None
+    progress: Progress = _quiet
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        self.out = Path(self.out)
+        self.clients: dict[str, Client] = {}
+        self.folder = RunFolder(self.out, self.resume)
+        self._refuse_early()
+
+    # --- before anything runs
+
+    def _refuse_early(self) -> None:
+        """What every silo's policy would refuse in the second round is refused before the first."""
+        config = self.config
+        exposed = config.fedkc.compose == "embeddings" and config.fedkc.source == "peers"
+        unprotected = exposed and not config.privacy.centroids.noised
+        if (
+            config.federation.method == "fedkc"
+            and unprotected
+            and config.policy.allow_embedding_centroids is None
+        ):
+            raise PolicyRefusal(
+                'fedkc.compose = "embeddings" without noise lets peers read tokens back; set an epsilon in '
+                f'privacy.centroids, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"'
+            )
+        models = config.slm.models
+        if len(models) not in (1, len(self.corpus.train)):
+            raise NotAvailable(
+                f"slm.models names {len(models)} models for {len(self.corpus.train)} silos; "
+                "name one for all, or one for each"
+            )
+
+    def policy_for(self, name: str, server: str, peers: tuple[str, ...], base: str) -> Policy:
+        """The policy that a silo of this simulation has: what the configuration needs, and nothing more."""
+        config = self.config
+        method = config.federation.method
+        kinds: list[PayloadKind] = []
+        if method != "standalone":
+            kinds += [PayloadKind.MODEL, PayloadKind.METRICS]
+        nonprivate = list(kinds)
+        if method == "fedkc" and config.fedkc.source == "peers":
+            layered = config.fedkc.compose == "embeddings"
+            kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
+            if not config.privacy.centroids.noised:
+                nonprivate.append(kinds[-1])
+        return Policy(
+            name=name,
+            simulation=True,
+            servers=(server,),
+            peers=peers,
+            kinds=tuple(kinds),
+            nonprivate=tuple(nonprivate),
+            model_protections=("sealed",),
+            centroid_protections=("peer",),
+            min_cluster_size=config.privacy.centroids.min_size,
+            max_epsilon=config.policy.max_epsilon,
+            delta=config.privacy.centroids.delta,
+            max_release_bytes=MAX_RELEASE_BYTES,
+            base_models=(base,),
+            allow_embedding_centroids=config.policy.allow_embedding_centroids,
+        )
+
+    def _make_clients(self, run: str, server: Identity) -> None:
+        config, corpus = self.config, self.corpus
+        identities = {name: Identity.generate(name) for name in corpus.train}
+        cards = {name: identity.card for name, identity in identities.items()}
+        models = config.slm.models
+        for index, (name, identity) in enumerate(identities.items()):
+            slm, base = self.workbench.slm(models[index % len(models)], corpus.labels, config)
+            peers = tuple(card.fingerprint for other, card in cards.items() if other != name)
+            policy = self.policy_for(name, server.card.fingerprint, peers, base)
+            self.folder.text(f"policy/{name}.toml", policy.to_toml())
+            self.folder.text(f"cards/{name}.json", identity.card.model_dump_json(indent=2))
+            ledger_path = self.folder.path / "ledger" / f"{name}.jsonl"
+            ledger_path.parent.mkdir(exist_ok=True)
+            self.clients[name] = Client(
+                identity=identity,
+                server=server.card,
+                roster={other: card for other, card in cards.items() if other != name},
+                policy=policy,
+                ledger=Ledger.create(ledger_path, identity, clock=time.time),
+                config=config,
+                run=run,
+                data=SiloData(corpus.train[name], corpus.validation[name], corpus.test),
+                slm=slm,
+                base_sha256=base,
+                clock=time.time,
+                train=self.memo or TrainingMemo(self.folder.state),
+                noise=noise_source(derive_seed(config.federation.seed, name, "noise")),
+                witness=self.folder.witness,
+            )
+        self.folder.text(f"cards/{SERVER}.json", server.card.model_dump_json(indent=2))
+
+    # --- the run
+
+    def run(self) -> Result:
+        """Run it, write the folder, give back what result.json says.
+
+        Raises Refused where the silos' policies stopped the run, ProtocolError where too few answers were
+        admitted. An interrupted run leaves OUT.partial, which `resume` continues.
+        """
+        started = time.monotonic()
+        worker = self._load_models()
+        self.folder.open()
+        run = secrets.token_hex(16)
+        identity = Identity.generate(SERVER)
+        self._make_clients(run, identity)
+        self.folder.truth(self.corpus)
+        method = self.config.federation.method
+        baseline = self._train_alone()
+        server_row = ServerRow()
+        transport = MemoryTransport(
+            {name: client.handle for name, client in self.clients.items()}, self.meddler
+        )
+        if method == "standalone":
+            rounds = [
+                RoundRow(round=n + 1, seconds=0.0, bytes_up=0, bytes_down=0)
+                for n in range(self.config.federation.rounds)
+            ]
+            for name, client in self.clients.items():
+                client.slm.load_state(baseline[name].state())
+        else:
+            server = Server(
+                identity=identity,
+                roster={name: client.identity.card for name, client in self.clients.items()},
+                run=run,
+                config=self.config,
+                clock=time.time,
+                shapes={name: client.slm.shapes() for name, client in self.clients.items()},
+                model=next(iter(self.clients.values())).slm.state() if method in AVERAGING else {},
+            )
+            rounds, server_row = self._federate(server, transport, worker)
+        result = self._result(run, rounds, server_row, baseline, transport, started)
+        self._write_models(result)
+        self.folder.text("result.json", result.to_json())
+        self._write_report(result)
+        self.folder.finish()
+        return result
+
+    def _write_report(self, result: Result) -> None:
+        from securefl.report.render import (
+            write_run_report,  # matplotlib is slow to load and not needed before
+        )
+
+        write_run_report(result, self.folder.path / "report.html")
+
+    def _train_alone(self) -> dict[str, Slm]:
+        """Each silo's model after the same local passes with nothing exchanged: the baseline."""
+        alone = {}
+        for name, client in self.clients.items():
+            slm = copy.deepcopy(client.slm)
+            for number in range(1, self.config.federation.rounds + 1):
+                seed = derive_seed(self.config.federation.seed, name, number, "train")
+                epochs = self.config.round_epochs(number)
+                client.train(slm, client.data.train, self.config, epochs, seed)
+                self.progress(epochs, f"{name} trains alone, round {number}")
+            alone[name] = slm
+        return alone
+
+    def _federate(
+        self, server: Server, transport: MemoryTransport, worker: CrossLmWorker | None
+    ) -> tuple[list[RoundRow], ServerRow]:
+        before = self._llm_figures(worker)
+        rounds: list[RoundRow] = []
+        while not server.finished:
+            number, began, dropped = server.round, time.monotonic(), len(server.dropped)
+            up, down = sum(transport.bytes_up.values()), transport.bytes_down
+            if self.config.federation.method in AVERAGING:
+                self.folder.global_model(number, server.model, *self._base())
+            while not server.finished and server.round == number:
+                self._step(server, transport, worker)
+            refusals = server.dropped[dropped:]
+            rounds.append(
+                RoundRow(
+                    round=number,
+                    seconds=round(time.monotonic() - began, 3),
+                    bytes_up=sum(transport.bytes_up.values()) - up,
+                    bytes_down=transport.bytes_down - down,
+                    dropped=sorted({entry.name for entry in refusals}),
+                    refusals=refusals,
+                )
+            )
+        if self.config.federation.method in AVERAGING:
+            self.folder.global_model(len(rounds) + 1, server.model, *self._base())
+            slm, _ = self.workbench.slm(self.config.slm.models[0], self.corpus.labels, self.config)
+            slm.load_state(server.model)
+            right = self.workbench.answers(slm, self.corpus.test)
+            return rounds, ServerRow(test_accuracy=float(right.mean()))
+        return rounds, self._llm_row(worker, before)
+
+    def _base(self) -> tuple[str, tuple[str, ...]]:
+        return self.config.slm.models[0], self.corpus.labels
+
+    def _step(self, server: Server, transport: MemoryTransport, worker: CrossLmWorker | None) -> None:
+        step, number = server.step, server.round
+        for name, plan in server.outgoing().items():
+            try:
+                server.receive(transport.request(name, plan))
+            except ProtocolError as error:
+                server.drop(name, error)
+            units = float(self.config.round_epochs(number)) if step in (Step.SHARE, Step.TRAIN) else 0.0
+            self.progress(units, f"round {number}, {step.value}: {name}")
+        if step is Step.TRAIN and worker is not None:
+            self._serve_arrivals(server, worker)
+        try:
+            server.close_step()
+        except TooFewSilos:
+            refusals: list[Refused] = [r for client in self.clients.values() for r in client.refusals]
+            if refusals:
+                raise refusals[0] from None
+            raise
+
+    # --- CrossLM
+
+    def _load_models(self) -> CrossLmWorker | None:
+        """Load every checkpoint, and the server's LLM where there is one: what is unusable shows first."""
+        for name in dict.fromkeys(self.config.slm.models):
+            self.workbench.slm(name, self.corpus.labels, self.config)
+        if self.config.federation.method not in ("crosslm", "datafree-kd"):
+            return None
+        return CrossLmWorker(
+            self.config.crosslm,
+            self.corpus.labels,
+            seed=derive_seed(self.config.federation.seed, "llm"),
+            slm=self.config.slm,
+            encoder=self.config.crosslm.encoder,
+            train_llm=self.config.federation.method == "crosslm",
+        )
+
+    def _serve_arrivals(self, server: Server, worker: CrossLmWorker) -> None:
+        """The LLM trains whenever a model arrives, one after another, and keeps what it learned."""
+        for name, release in server.admitted().items():
+            if release is None:
+                continue
+            slm, _ = self.workbench.slm(self.clients[name].slm.name, self.corpus.labels, self.config)
+            slm.load_state(release.tensors)
+            arrival = worker.arrival(slm, name)
+            self.progress(ARRIVAL_UNITS, f"the LLM and the model of {name} teach each other")
+            if arrival.candidate is not None:
+                server.offer(name, arrival.candidate)
+
+    def _evaluation_rows(self) -> Rows:
+        return self.corpus.test.take(range(min(self.config.crosslm.evaluate_rows, len(self.corpus.test))))
+
+    def _llm_figures(self, worker: CrossLmWorker | None) -> tuple[float, float]:
+        if worker is None:
+            return 0.0, 0.0
+        rows = self._evaluation_rows()
+        figures = worker.nlu_accuracy(rows.texts, rows.labels), worker.perplexity(rows.texts)
+        self.progress(EVALUATION_UNITS / 2, "reading test texts with the LLM")
+        return figures
+
+    def _llm_row(self, worker: CrossLmWorker | None, before: tuple[float, float]) -> ServerRow:
+        if worker is None:
+            return ServerRow()
+        after = self._llm_figures(worker)
+        return ServerRow(
+            nlu_accuracy=after[0],
+            nlu_accuracy_before=before[0],
+            perplexity_before=before[1],
+            perplexity_after=after[1],
+            nlg_accuracy=worker.nlg_accuracy([client.slm for client in self.clients.values()]),
+            kl=worker.kl,
+            synthetic=worker.samples,
+        )
+
+    # --- the result
+
+    def _result(
+        self,
+        run: str,
+        rounds: list[RoundRow],
+        server: ServerRow,
+        alone: Mapping[str, Slm],
+        transport: MemoryTransport,
+        started: float,
+    ) -> Result:
+        test = self.corpus.test
+        right = {name: self.workbench.answers(client.slm, test) for name, client in self.clients.items()}
+        base = {name: self.workbench.answers(slm, test) for name, slm in alone.items()}
+        method = self.config.federation.method
+        difference = None
+        if method != "standalone":
+            difference = paired_difference(
+                np.stack(list(right.values())), np.stack(list(base.values())), self.config.federation.seed
+            )
+        return Result(
+            method=method,
+            name=self.name or method,
+            run=run,
+            seed=self.config.federation.seed,
+            config=self.config.model_dump(mode="json"),
+            rounds=rounds,
+            clients=[
+                self._client_row(
+                    client, right[name], float(base[name].mean()), transport.bytes_up.get(name, 0)
+                )
+                for name, client in self.clients.items()
+            ],
+            server=server,
+            difference=difference,
+            test_rows=len(test),
+            seconds=round(time.monotonic() - started, 3),
+            peak_memory_bytes=peak_memory(),
+            versions=versions(),
+        )
+
+    def _client_row(self, client: Client, right: NDArray[np.bool_], baseline: float, sent: int) -> ClientRow:
+        name = client.identity.name
+        account = client.ledger.account()
+        labels = self.corpus.labels
+        counts = np.bincount(client.data.train.labels, minlength=len(labels))
+        return ClientRow(
+            name=name,
+            model=client.slm.name,
+            train_rows=len(client.data.train),
+            validation_rows=len(client.data.validation),
+            labels={label: int(count) for label, count in zip(labels, counts, strict=True)},
+            test_accuracy=float(right.mean()),
+            test_interval=wilson(right),
+            baseline_accuracy=baseline,
+            epsilon=account.epsilon,
+            private_epsilon=account.private_epsilon,
+            delta=account.delta,
+            simulated=account.simulated,
+            no_finite_epsilon=list(account.nonprivate),
+            releases=[
+                ReleaseRow(
+                    round=entry.round,
+                    kind=entry.kind.value,
+                    recipients=[party.name for party in entry.recipients],
+                    readable_by=[party.name for party in entry.recipients],
+                    bytes=entry.bytes,
+                    sha256=entry.body_sha256,
+                    claim=entry.claim.model_dump(mode="json"),
+                )
+                for entry in client.ledger.entries
+            ],
+            bytes_up=sent,
+            kept_candidate=client.kept_candidate,
+        )
+
+    def _write_models(self, result: Result) -> None:
+        folders = []
+        for row in result.clients:
+            slm = self.clients[row.name].slm
+            folder = self.folder.path / "models" / row.name
+            folder.parent.mkdir(exist_ok=True)
+            slm.save(folder, model_card(slm, row, result.method, result.test_rows))
+            folders.append(folder)
+        link_duplicates(folders)
+
+
+def peak_memory() -> int:
+    """Peak resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that the numbers depend on."""
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

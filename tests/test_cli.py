@@ -1,0 +1,327 @@
+"""The commands as a user types them: exit codes, one sentence, nothing written after bad input."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from securefl.cli import app, run_app
+from securefl.result import Result
+from tests.test_simulation import METHODS
+
+Toml = Callable[..., Path]
+
+
+@pytest.fixture
+def toml(tiny_encoder: Path, tiny_data: Path, tiny_llm: Path, tmp_path: Path) -> Toml:
+    def write(
+        train: Path | str = tiny_data / "train.csv",
+        test: Path | str = tiny_data / "test.csv",
+        method: str = "fedavg",
+        extra: str = "",
+        data: str = "",
+        slm: str = "",
+        rounds: int = 2,
+    ) -> Path:
+        path = tmp_path / "study.toml"
+        path.write_text(f"""
+[federation]
+method = "{method}"
+rounds = {rounds}
+[data]
+train = "{train}"
+test = "{test}"
+split = {{ by = "dirichlet", silos = 3, alpha = 2.0, min_rows = 12 }}
+{data}
+[slm]
+models = ["{tiny_encoder}"]
+max_length = 16
+epochs = 1
+{slm}
+{extra}
+""")
+        return path
+
+    return write
+
+
+class Ran:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def securefl(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    def call(*arguments: object) -> Ran:
+        code = run_app(app, "securefl", [str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return call
+
+
+Securefl = Callable[..., Ran]
+
+
+def _csv(folder: Path, content: bytes, name: str = "bad.csv") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"text,class\nhello,a\n", "label"),
+        (b"text,label\nhello,a\n,b\n", "line 3"),
+        (b"text,label\n   ,a\nworld,b\n", "line 2"),
+        (b"text,label\nhello,a\nworld,\n", "line 3"),
+        (b"text,label\nhello,a\n\xff\xfe,b\n", "UTF-8"),
+        (b"", "empty"),
+        (b"text,label\n", "no rows"),
+        (b"text,label\n" + b"".join(b"day %d,a\n" % i for i in range(40)), "same label"),
+        (b"text,label\nhello,a\nworld,b\n", "2"),
+    ],
+    ids=[
+        "missing column",
+        "empty text",
+        "blank text",
+        "empty label",
+        "not UTF-8",
+        "empty file",
+        "no rows",
+        "one class",
+        "fewer rows than silos",
+    ],
+)
+def test_bad_data_is_one_sentence_and_writes_nothing(
+    content: bytes, says: str, toml: Toml, securefl: Securefl, tmp_path: Path
+) -> None:
+    bad = _csv(tmp_path, content)
+    before = sorted(tmp_path.rglob("*"))
+    ran = securefl("simulate", toml(train=bad), "--out", tmp_path / "run")
+    assert ran.code == 2
+    assert says in ran.err
+    assert str(bad) in ran.err
+    assert "Traceback" not in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "study.toml"])
+
+
+def test_a_label_only_in_test_is_refused(toml: Toml, securefl: Securefl, tmp_path: Path) -> None:
+    bad = _csv(tmp_path, b"text,label\none more day,a\nanother one,zebra\n")
+    ran = securefl("simulate", toml(test=bad), "--out", tmp_path / "run")
+    assert ran.code == 2
+    assert "zebra" in ran.err
+    assert "3" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"extra": "[fedkc]\nclustres = 3"}, "clustres"),
+        ({"rounds": 0}, "rounds"),
+        ({"method": "fedavgg"}, "method"),
+        ({"slm": "learning_rate = -1"}, "learning_rate"),
+        ({"extra": '[protection]\nmodels = "masked"'}, "masked"),
+        ({"extra": '[protection]\nmodels = "ckks"'}, "ckks"),
+        ({"extra": '[protection]\nmodels = "none"'}, "protection.models"),
+        ({"extra": "[privacy]\ndp_sgd = { epsilon = 3.0, delta = 1e-5, clip = 1.0 }"}, "dp_sgd"),
+        ({"extra": "[privacy]\ncentroids = { epsilon = 3.0, noise_multiplier = 1.0 }"}, "not both"),
+        ({"extra": "[fedkc]\ncompose = 3"}, "compose"),
+        ({"method": "fedprox"}, "fedprox"),
+        ({"data": 'text = "body"'}, "body"),
+        ({"train": "nowhere.csv"}, "nowhere.csv"),
+        ({"data": "train_rows = 100000"}, "train_rows"),
+        ({"extra": "this is not toml"}, "TOML"),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
+)
+def test_bad_configuration_is_one_sentence(
+    change: dict[str, Any], says: str, toml: Toml, securefl: Securefl, tmp_path: Path
+) -> None:
+    ran = securefl("simulate", toml(**change), "--out", tmp_path / "run")
+    assert ran.code == 2
+    assert says in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run.partial").exists()
+
+
+def test_a_split_that_cannot_reach_the_minimum(toml: Toml, securefl: Securefl, tmp_path: Path) -> None:
+    path = toml()
+    path.write_text(path.read_text().replace("min_rows = 12", "min_rows = 500"))
+    ran = securefl("simulate", path, "--out", tmp_path / "run")
+    assert (ran.code, "min_rows" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, {}, {"config.json": "{"}, {"config.json": '{"model_type": "bert"}'}],
+    ids=["no folder", "empty folder", "broken config", "no weights"],
+)
+def test_a_model_folder_that_is_none(
+    content: dict[str, str] | None, toml: Toml, securefl: Securefl, tmp_path: Path, tiny_encoder: Path
+) -> None:
+    folder = tmp_path / "model"
+    if content is not None:
+        folder.mkdir()
+        for name, text in content.items():
+            (folder / name).write_text(text)
+    path = toml()
+    path.write_text(path.read_text().replace(str(tiny_encoder), str(folder)))
+    ran = securefl("simulate", path, "--out", tmp_path / "run")
+    assert ran.code == 2
+    assert str(folder) in ran.err
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run.partial").exists()
+
+
+def test_odd_text_is_data(toml: Toml, securefl: Securefl, tmp_path: Path) -> None:
+    odd = ["a\0nul", "an emoji \U0001f600", "עברית من اليمين", "x" * 100_000, "tabs\tand ; signs"]
+    lines = [f'"{text} {i}",{label}' for i in range(6) for text in odd for label in ("a", "b")]
+    train = _csv(tmp_path, ("text,label\r\n" + "\r\n".join(lines) + "\r\n").encode())
+    ran = securefl("simulate", toml(train=train), "--out", tmp_path / "run", "--json")
+    assert ran.code == 0, ran.err
+    truth = "".join(path.read_text() for path in (tmp_path / "run/truth").glob("silo-*/rows.jsonl"))
+    texts = {json.loads(line)["text"].rsplit(" ", 1)[0] for line in truth.splitlines()}
+    assert texts == set(odd)
+
+
+def test_simulate_prints_one_json_document(toml: Toml, securefl: Securefl, tmp_path: Path) -> None:
+    ran = securefl("simulate", toml(), "--out", tmp_path / "run", "--json")
+    assert ran.code == 0
+    document = json.loads(ran.out)
+    assert Result.model_validate(document).method == "fedavg"
+    assert document == json.loads((tmp_path / "run/result.json").read_text())
+
+
+def test_simulate_shows_tables_and_the_policy_and_does_not_overwrite(
+    toml: Toml, securefl: Securefl, tmp_path: Path
+) -> None:
+    ran = securefl("simulate", toml(), "--out", tmp_path / "run")
+    assert ran.code == 0
+    assert "silo-1" in ran.out
+    assert "min_cluster_size" in ran.out
+    again = securefl("simulate", toml(), "--out", tmp_path / "run")
+    assert (again.code, "exists already" in again.err) == (2, True)
+    resumed = securefl("simulate", toml(), "--out", tmp_path / "run", "--resume", "--json")
+    assert json.loads(resumed.out) == json.loads((tmp_path / "run/result.json").read_text())
+    other = securefl("simulate", toml(rounds=3), "--out", tmp_path / "run", "--resume")
+    assert other.code == 2
+
+
+def test_a_policy_refusal_exits_3(toml: Toml, securefl: Securefl, tmp_path: Path) -> None:
+    path = toml(method="fedkc", extra='[fedkc]\ncompose = "embeddings"')
+    ran = securefl("simulate", path, "--out", tmp_path / "run")
+    assert ran.code == 3
+    assert "allow_embedding_centroids" in ran.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_that_does_not_suffice_exits_3_and_names_it(
+    toml: Toml, securefl: Securefl, tmp_path: Path
+) -> None:
+    extra = "[privacy]\ncentroids = { epsilon = 8.0, min_size = 2 }\n[policy]\nmax_epsilon = 2.0"
+    ran = securefl("simulate", toml(method="fedkc", extra=extra), "--out", tmp_path / "run")
+    assert ran.code == 3
+    assert "max_epsilon" in ran.err
+
+
+def test_keygen_inspect_export_predict_verify(toml: Toml, securefl: Securefl, tmp_path: Path) -> None:
+    made = securefl("keygen", "hospital-a", "--out", tmp_path / "keys", "--json")
+    assert made.code == 0
+    paths = json.loads(made.out)
+    key = Path(paths["key"])
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    secrets = json.loads(key.read_text())["seeds"].values()
+    assert not any(secret in made.out + made.err for secret in secrets)
+    card = json.loads(securefl("inspect", paths["card"], "--json").out)
+    assert card["fingerprint"] == paths["fingerprint"]
+    assert securefl("keygen", "hospital-a", "--out", tmp_path / "keys").code == 2, "never overwritten"
+    assert securefl("keygen", "Hospital A", "--out", tmp_path / "keys").code == 2
+    assert securefl("inspect", key).code == 2, "a private key is not described"
+
+    run = tmp_path / "run"
+    assert securefl("simulate", toml(method="fedkc"), "--out", run).code == 0
+    ledger = run / "ledger/silo-1.jsonl"
+    assert securefl("ledger", "verify", ledger).code == 0
+    shown = json.loads(securefl("inspect", ledger, "--json").out)
+    assert shown["epsilon"] == "no finite epsilon"
+    assert [entry["kind"] for entry in shown["releases"]] == ["model", "centroids", "model", "metrics"]
+    release = json.loads(
+        securefl("inspect", run / "releases/silo-1/r002-share-centroids.safetensors", "--json").out
+    )
+    assert release["claim"]["mechanism"] == "none"
+    assert json.loads(securefl("inspect", run, "--json").out)["method"] == "fedkc"
+    assert json.loads(securefl("inspect", tmp_path / "study.toml", "--json").out)["what"] == "configuration"
+    assert json.loads(securefl("inspect", run / "policy/silo-1.toml", "--json").out)["what"] == "policy"
+
+    model = tmp_path / "model"
+    assert securefl("export", run, "silo-2", "--out", model).code == 0
+    assert securefl("export", run, "silo-2", "--out", model).code == 2
+    assert securefl("export", run, "silo-9", "--out", tmp_path / "x").code == 2
+    assert securefl("export", tmp_path, "silo-1", "--out", tmp_path / "x").code == 2
+    new = _csv(tmp_path, b"id,text\n1,a good day\n2,another\n", "new.csv")
+    assert securefl("predict", model, new, "--out", tmp_path / "labels.jsonl").code == 0
+    rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["label"] == max(row["probabilities"], key=row["probabilities"].get)
+        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+    assert securefl("predict", tmp_path, new, "--out", tmp_path / "y").code == 2
+    assert not (tmp_path / "y").exists()
+
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(lines[0] + lines[1].replace(b'"round":1', b'"round":2') + b"".join(lines[2:]))
+    broken = securefl("ledger", "verify", ledger)
+    assert broken.code == 4
+    assert "line 2" in broken.err
+
+
+@pytest.mark.parametrize("name", ["nothing", "text.bin", "broken.safetensors", "broken.jsonl", "broken.json"])
+def test_inspect_of_what_it_is_not(name: str, securefl: Securefl, tmp_path: Path) -> None:
+    if name != "nothing":
+        (tmp_path / name).write_bytes(b"\x00\x01garbage")
+    ran = securefl("inspect", tmp_path / name)
+    assert ran.code in (2, 4)
+    assert len(ran.err.strip().splitlines()) == 1
+
+
+def test_usage_errors_exit_2(securefl: Securefl) -> None:
+    assert securefl("simulate").code == 2
+    assert securefl("no-such-command").code == 2
+    assert securefl("keygen", "a", "--out").code == 2
+
+
+def test_help_has_an_example_for_every_command(securefl: Securefl) -> None:
+    for command in ("demo", "simulate", "keygen", "inspect", "export", "predict"):
+        assert "Example:" in securefl(command, "--help").out
+    assert "Example:" in securefl("ledger", "verify", "--help").out
+
+
+def test_version_and_no_traceback_in_a_real_process(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "securefl"]
+    done = subprocess.run([*program, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "securefl")
+    bad = subprocess.run(
+        [*program, "simulate", "nowhere.toml", "--out", str(tmp_path / "x")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert bad.returncode == 2
+    assert "Traceback" not in bad.stderr
+
+
+def test_the_method_table_is_whole() -> None:
+    from securefl.config import METHODS as names
+
+    assert {fields["federation"]["method"] for fields in METHODS.values()} == set(names)

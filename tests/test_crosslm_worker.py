@@ -1,0 +1,545 @@
+"""The language model's jobs on a tiny random model, against loops that do one text at a time, uncached."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from securefl import _llm_training
+from securefl._language_model import LanguageModel, Written
+from securefl._llm_training import Exercise, teach
+from securefl.config import CrossLm
+from securefl.crosslm_worker import READING, CrossLmWorker, Sample
+from securefl.errors import ConfigError, ModelError, NonFiniteUpdate, WrongShape
+from securefl.models import Slm, load_slm
+from securefl.release import fingerprint
+from securefl.training import probabilities
+
+LABELS = ("a", "b")
+GENEROUS: dict[str, Any] = {"synthetic": 32, "max_new_tokens": 24, "batch_size": 6, "learning_rate": 1e-3}
+Make = Callable[..., CrossLmWorker]
+
+
+@pytest.fixture
+def make(tiny_encoder: Path, tiny_llm: Path) -> Make:
+    def worker(
+        labels: tuple[str, ...] = LABELS, seed: int = 1, train_llm: bool = True, **changes: Any
+    ) -> CrossLmWorker:
+        config = CrossLm(llm=str(tiny_llm), **{**GENEROUS, **changes})
+        return CrossLmWorker(config, labels, seed=seed, encoder=str(tiny_encoder), train_llm=train_llm)
+
+    return worker
+
+
+@pytest.fixture
+def slm(tiny_encoder: Path) -> Slm:
+    return make_slm(tiny_encoder)
+
+
+def make_slm(folder: Path, labels: tuple[str, ...] = LABELS) -> Slm:
+    model = load_slm(str(folder), labels, max_length=16, train_embeddings=False, seed=0)
+    state = model.state()
+    name = next(n for n in state if n.endswith("classifier.weight"))
+    model.load_state({**state, name: 40 * state[name]})  # opinions, so that rewards differ
+    return model
+
+
+@pytest.fixture
+def llm(tiny_llm: Path) -> LanguageModel:
+    """With an adapter that does something."""
+    model = LanguageModel(str(tiny_llm), rank=4, seed=3)
+    shift(model)
+    return model
+
+
+def shift(model: LanguageModel, size: float = 0.05) -> None:
+    rng = np.random.default_rng(0)
+    model.load_adapter(
+        {n: v + rng.normal(0, size, v.shape).astype(np.float32) for n, v in model.adapter().items()}
+    )
+
+
+def logits_of(llm: LanguageModel, row: list[int]) -> Tensor:
+    """(S, V): one sequence, nothing padded or cached."""
+    logits: Tensor = llm.model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+    return logits
+
+
+def log_probs_of(llm: LanguageModel, row: list[int]) -> Tensor:
+    """(S - 1,): of each token after the first, one after another."""
+    shares = logits_of(llm, row).log_softmax(-1)
+    return shares[range(len(row) - 1), row[1:]]
+
+
+HEADS = [[5, 9, 30, 7], [11], [40, 2 + 10]]
+TAILS = [[20, 21, 22], [33], [50, 60], [21, 20, 19, 18, 17]]
+WHICH = [2, 0, 1, 0]
+
+
+# --- the language model
+
+
+@torch.no_grad()
+def test_tokens_after_shared_heads_are_as_one_by_one(llm: LanguageModel) -> None:
+    said = llm.after(HEADS, WHICH, TAILS, whole=True)
+    shares = said.logits.log_softmax(-1)
+    assert said.mask.sum(1).tolist() == [len(tail) for tail in TAILS]
+    for i, tail in enumerate(TAILS):
+        head = HEADS[WHICH[i]]
+        naive = log_probs_of(llm, head + tail)
+        found = [float(shares[i, t, token]) for t, token in enumerate(tail)]
+        assert found == pytest.approx(naive[len(head) - 1 :].tolist(), abs=1e-5)
+        assert float(said.head_log_probs[i]) == pytest.approx(float(naive[: len(head) - 1].sum()), abs=1e-5)
+    assert llm.after(HEADS, WHICH, TAILS).head_log_probs.shape == (4, 0)
+
+
+def test_the_gradient_flows_through_shared_heads(llm: LanguageModel) -> None:
+    def gradient(loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, list(llm.parameters().values())))
+
+    said = llm.after(HEADS, WHICH, TAILS)
+    shared = gradient(
+        (said.logits.log_softmax(-1).gather(-1, said.tokens.unsqueeze(-1)).squeeze(-1) * said.mask).sum()
+    )
+    naive = torch.stack(
+        [
+            log_probs_of(llm, HEADS[w] + tail)[len(HEADS[w]) - 1 :].sum()
+            for w, tail in zip(WHICH, TAILS, strict=True)
+        ]
+    )
+    for one, other in zip(shared, gradient(naive.sum()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_tokens_alone_are_as_one_by_one(llm: LanguageModel) -> None:
+    said = llm.alone(TAILS)
+    shares = said.logits.log_softmax(-1)
+    for i, tail in enumerate(TAILS):
+        found = [float(shares[i, t, token]) for t, token in enumerate(tail[1:])]
+        assert found == pytest.approx(log_probs_of(llm, tail).tolist(), abs=1e-5)
+        assert float(said.mask[i].sum()) == len(tail) - 1
+
+
+def test_the_original_is_what_was_loaded(tiny_llm: Path) -> None:
+    llm = LanguageModel(str(tiny_llm), rank=4, seed=3)
+    row = HEADS[0]
+    with torch.no_grad():
+        fresh = logits_of(llm, row)
+        shift(llm)
+        assert not torch.allclose(logits_of(llm, row), fresh, atol=1e-2)
+        with llm.original():
+            assert logits_of(llm, row).equal(fresh)
+        assert not torch.allclose(logits_of(llm, row), fresh, atol=1e-2)
+
+
+def test_adapter_round_trip_and_refusals(llm: LanguageModel) -> None:
+    before = llm.adapter()
+    names = list(before)
+    assert all("lora" in name for name in names)
+    assert any("mlp" in name for name in names)
+    assert any("attn" in name for name in names)
+    shift(llm)
+    assert fingerprint(llm.adapter()) != fingerprint(before)
+    with pytest.raises(NonFiniteUpdate):
+        llm.load_adapter({**before, names[-1]: np.full_like(before[names[-1]], np.nan)})
+    with pytest.raises(WrongShape):
+        llm.load_adapter({name: before[name] for name in names[1:]})
+    llm.load_adapter(before)
+    assert fingerprint(llm.adapter()) == fingerprint(before)
+
+
+def test_answers_are_as_one_by_one(llm: LanguageModel) -> None:
+    answers = [[20], [33, 34, 35], [50, 60]]
+    found = llm.answer_log_probs(HEADS, answers)
+    with torch.no_grad():
+        for i, head in enumerate(HEADS):
+            for j, answer in enumerate(answers):
+                naive = log_probs_of(llm, head + answer)[len(head) - 1 :].sum()
+                assert float(found[i, j]) == pytest.approx(float(naive), abs=1e-4)
+
+
+def test_perplexity_is_over_tokens(llm: LanguageModel) -> None:
+    texts = ["the team", "x", "this is very good for the people of the world"]
+    with torch.no_grad():
+        rows = [llm.encode(text)[:20] for text in texts]
+        shares = torch.cat([log_probs_of(llm, row) for row in rows])
+    assert llm.perplexity(texts, limit=20) == pytest.approx(math.exp(-float(shares.mean())), rel=1e-4)
+    assert llm.perplexity(texts, limit=20, original=True) != llm.perplexity(texts, limit=20)
+    assert math.isnan(llm.perplexity([" the"], limit=20))
+
+
+PROMPTS = ["the", "this is a", "the", "on people with"] * 20
+
+
+def test_writing_repeats_with_the_seed_and_leaves_global_state(llm: LanguageModel) -> None:
+    state = torch.random.get_rng_state()
+    first = llm.write(PROMPTS, max_new_tokens=10, top_p=0.95, seed=5)
+    assert torch.random.get_rng_state().equal(state)
+    again = llm.write(PROMPTS, max_new_tokens=10, top_p=0.95, seed=5)
+    other = llm.write(PROMPTS, max_new_tokens=10, top_p=0.95, seed=6)
+    assert [text.text for text in first] == [text.text for text in again]
+    assert [text.tokens for text in first] == [text.tokens for text in again]
+    assert [text.text for text in first] != [text.text for text in other]
+
+
+def test_written_tokens_carry_their_own_log_probabilities(llm: LanguageModel) -> None:
+    ends = set(llm.tokenizer.all_special_ids) | set(llm.encode("\n"))
+    written = llm.write(PROMPTS, max_new_tokens=40, top_p=0.95, seed=5)
+    lengths = {len(text.tokens) for text in written}
+    assert max(lengths) == 40
+    assert len(lengths) > 3  # some ended by themselves
+    with torch.no_grad():
+        for prompt, text in zip(PROMPTS, written, strict=True):
+            head = llm.encode(prompt)
+            assert text.tokens
+            assert not ends & set(text.tokens)
+            assert "\n" not in text.text
+            assert text.text == " ".join(text.text.split())
+            naive = log_probs_of(llm, head + list(text.tokens))[len(head) - 1 :]
+            torch.testing.assert_close(text.log_probs, naive, rtol=1e-4, atol=1e-4)
+
+
+# --- training it
+
+
+def exercises_of(llm: LanguageModel, count: int = 7) -> list[Exercise]:
+    prompts = ["this is a", "the people of"]
+    chosen = [prompts[i % 2] for i in range(count)]
+    written = llm.write(chosen, max_new_tokens=9, top_p=0.95, seed=5)
+    return [
+        Exercise(tuple(llm.encode(prompt)), text, tuple(llm.encode(f"text {i} is about {prompt}")))
+        for i, (prompt, text) in enumerate(zip(chosen, written, strict=True))
+    ]
+
+
+def naive_losses(
+    llm: LanguageModel, config: CrossLm, exercises: list[Exercise], gains: list[float]
+) -> dict[str, Tensor]:
+    """(5), (7), (8) and (9) as they are written, one text at a time."""
+    parts: dict[str, list[Tensor]] = {"generation": [], "understanding": [], "divergence": []}
+    for exercise, r in zip(exercises, gains, strict=True):
+        row, start = [*exercise.prompt, *exercise.written.tokens], len(exercise.prompt)
+        now = logits_of(llm, row).log_softmax(-1)
+        with torch.no_grad(), llm.original():
+            old = logits_of(llm, row).log_softmax(-1)
+            old_tokens = log_probs_of(llm, row)
+        kl = torch.stack([(now[t].exp() * (now[t] - old[t])).sum() for t in range(start - 1, len(row) - 1)])
+        read = -log_probs_of(llm, list(exercise.reading))
+        if config.mode == "paper":
+            parts["generation"].append(-r * (log_probs_of(llm, row).sum() - old_tokens.sum()))
+            parts["understanding"].append(read.sum())
+            parts["divergence"].append(kl.sum())
+        else:
+            ratio = (log_probs_of(llm, row)[start - 1 :] - exercise.written.log_probs).exp()
+            parts["generation"].append(-torch.min(ratio * r, ratio.clip(0.8, 1.2) * r).mean())
+            parts["understanding"].append(read.mean())
+            parts["divergence"].append(kl.mean())
+    means = {name: torch.stack(values).mean() for name, values in parts.items()}
+    g1, g2, g3 = config.gammas
+    total = g1 * means["generation"] + g2 * means["understanding"] + g3 * means["divergence"]
+    return {**means, "total": total}
+
+
+@pytest.mark.parametrize("mode", ["paper", "stable"])
+def test_losses_and_gradient_are_as_one_by_one(
+    llm: LanguageModel, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_llm_training, "_PART", 3)  # 7 texts in parts of 3, 3 and 1
+    config = CrossLm.model_validate({"mode": mode, "gammas": (1.0, 0.3, 0.5)})
+    exercises, gains = exercises_of(llm), [0.9, -0.6, 0.3, -0.8, 0.5, 0.7, -0.2]
+    shift(llm, 0.02)  # away from the policy that wrote them
+    own = llm.parameters()
+    found = _llm_training._gradient(llm, config, exercises, torch.tensor(gains))
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in own.items() if parameter.grad is not None
+    }
+    naive = naive_losses(llm, config, exercises, gains)
+    for name, value in naive.items():
+        assert found[name] == pytest.approx(float(value.detach()), rel=1e-3, abs=1e-5), name
+    expected = torch.autograd.grad(naive["total"], list(own.values()))
+    assert set(gradients) == set(own)
+    for name, gradient in zip(own, expected, strict=True):
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def text_log_prob(llm: LanguageModel, exercise: Exercise) -> float:
+    with torch.no_grad():
+        row = [*exercise.prompt, *exercise.written.tokens]
+        return float(log_probs_of(llm, row)[len(exercise.prompt) - 1 :].mean())
+
+
+def test_teaching_makes_rewarded_texts_likelier(llm: LanguageModel) -> None:
+    config = CrossLm(epochs=3, batch_size=4, learning_rate=3e-3, gammas=(1.0, 0.0, 0.0))
+    exercises = exercises_of(llm, 8)
+    gains = torch.tensor([1.0, 1.0, -1.0, -1.0] * 2)
+    before = [text_log_prob(llm, exercise) for exercise in exercises]
+    done: list[int] = []
+    lesson = teach(llm, config, exercises, gains, np.random.default_rng(0), done.append)
+    change = np.array([text_log_prob(llm, e) for e in exercises]) - before
+    assert lesson.undone is None
+    assert len(lesson.losses) == 6
+    assert done == [4, 8, 12, 16, 20, 24]
+    assert change[gains.numpy() > 0].mean() > 0 > change[gains.numpy() < 0].mean()
+
+
+@pytest.fixture
+def low_ceiling(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A ceiling that a random model, whose logits are small, can reach."""
+    monkeypatch.setattr(_llm_training, "KL_CEILING", 0.05)
+    return 0.05
+
+
+@pytest.mark.parametrize("mode", ["paper", "stable"])
+def test_kl_ceiling_puts_the_adapter_back_in_stable_mode(
+    tiny_llm: Path, mode: str, low_ceiling: float
+) -> None:
+    llm = LanguageModel(str(tiny_llm), rank=4, seed=3)
+    before = fingerprint(llm.adapter())
+    config = CrossLm.model_validate({"mode": mode, "batch_size": 4, "learning_rate": 0.3})
+    lesson = teach(llm, config, exercises_of(llm, 8), torch.ones(8), np.random.default_rng(0))
+    if mode == "stable":
+        assert lesson.undone is not None
+        assert "ceiling" in lesson.undone
+        assert lesson.kl is None
+        assert fingerprint(llm.adapter()) == before
+    else:
+        assert lesson.undone is None
+        assert lesson.kl is not None
+        assert lesson.kl > low_ceiling
+        assert fingerprint(llm.adapter()) != before
+
+
+def test_the_last_step_is_looked_at_too(tiny_llm: Path, low_ceiling: float) -> None:
+    llm = LanguageModel(str(tiny_llm), rank=4, seed=3)
+    before = fingerprint(llm.adapter())
+    config = CrossLm(batch_size=8, learning_rate=0.3)  # one step, whose own losses are those before it
+    lesson = teach(llm, config, exercises_of(llm, 8), torch.ones(8), np.random.default_rng(0))
+    assert len(lesson.losses) == 1
+    assert lesson.undone is not None
+    assert fingerprint(llm.adapter()) == before
+
+
+@pytest.mark.parametrize("mode", ["paper", "stable"])
+def test_nan_puts_the_adapter_back(llm: LanguageModel, mode: str) -> None:
+    before = fingerprint(llm.adapter())
+    config = CrossLm.model_validate({"mode": mode, "batch_size": 4})
+    gains = torch.tensor([0.5, 0.5, 0.5, math.nan, 0.5, 0.5, 0.5])
+    lesson = teach(llm, config, exercises_of(llm), gains, np.random.default_rng(0))
+    assert lesson.undone is not None
+    assert "NaN" in lesson.undone
+    assert fingerprint(llm.adapter()) == before
+
+
+# --- an arrival
+
+
+def test_an_arrival_trains_both_and_reports(make: Make, slm: Slm) -> None:
+    worker = make()
+    sent, adapter = fingerprint(slm.state()), fingerprint(worker.llm.adapter())
+    seen: list[tuple[int, int]] = []
+    arrival = worker.arrival(slm, "silo-1", lambda done, units: seen.append((done, units)))
+    report = arrival.report
+    assert fingerprint(slm.state()) == sent
+    assert fingerprint(worker.llm.adapter()) != adapter
+    assert arrival.candidate is not None
+    assert fingerprint(arrival.candidate) != sent
+    slm.load_state(arrival.candidate)
+    assert seen == sorted(seen)
+    assert seen[-1] == (96, 96)  # 32 texts written, learned from, read
+    assert json.loads(json.dumps(report)) == report
+    usable = len(arrival.samples)
+    assert report["silo"] == "silo-1"
+    assert report["generated"] == 32
+    assert report["dropped"] == 32 - usable
+    assert 0 < report["kept"] <= max(1, round(0.25 * usable))
+    assert sum(row["usable"] for row in report["per_class"].values()) == usable
+    assert sum(row["kept"] for row in report["per_class"].values()) == report["kept"]
+    assert len(report["losses"]) == math.ceil(usable / 6)
+    assert report["kl"] > 0
+    assert report["note"] is None
+    assert worker.kl == [report["kl"]]
+    assert len(worker.samples) == min(20, usable)
+    assert set(worker.samples[0]) == {"silo", "label", "text", "reward", "kept"}
+    assert all(row["reward"] > 0 for row in worker.samples if row["kept"])
+
+
+def test_the_same_seed_gives_the_same_arrivals_and_the_next_one_other_texts(
+    make: Make, tiny_encoder: Path
+) -> None:
+    def run(seed: int) -> list[Any]:
+        worker = make(seed=seed)
+        arrivals = [worker.arrival(make_slm(tiny_encoder), name) for name in ("silo-1", "silo-2")]
+        assert all(arrival.candidate is not None for arrival in arrivals)
+        texts = [[(s.text, s.label) for s in arrival.samples] for arrival in arrivals]
+        return [
+            texts,
+            *(fingerprint(arrival.candidate or {}) for arrival in arrivals),
+            fingerprint(worker.llm.adapter()),
+        ]
+
+    first = run(1)
+    assert run(1) == first
+    assert run(2)[0] != first[0]
+    assert first[0][0] != first[0][1]
+
+
+def test_datafree_kd_leaves_the_language_model_alone(make: Make, slm: Slm) -> None:
+    worker = make(train_llm=False)
+    adapter = fingerprint(worker.llm.adapter())
+    arrival = worker.arrival(slm, "silo-1")
+    assert arrival.candidate is not None
+    assert fingerprint(worker.llm.adapter()) == adapter
+    assert worker.kl == []
+    assert arrival.report["losses"] == []
+
+
+def test_paper_mode_keeps_a_quarter_of_all(make: Make, slm: Slm) -> None:
+    arrival = make(mode="paper").arrival(slm, "silo-1")
+    assert arrival.report["kept"] == round(0.25 * len(arrival.samples))
+    assert arrival.candidate is not None
+
+
+def test_without_a_good_text_there_is_no_candidate(make: Make, tiny_encoder: Path) -> None:
+    slm = load_slm(str(tiny_encoder), LABELS, max_length=16, train_embeddings=False, seed=0)
+    state = slm.state()
+    for name in state:
+        if "classifier" in name:
+            state[name][:] = 0.0
+    slm.load_state(state)  # every probability is 1/2, so every reward is 0
+    arrival = make().arrival(slm, "silo-1")
+    assert arrival.candidate is None
+    assert arrival.report["kept"] == 0
+    assert "no text was kept" in arrival.report["note"]
+
+
+def test_a_model_that_overflows_teaches_nothing(make: Make, slm: Slm) -> None:
+    worker = make()
+    adapter = fingerprint(worker.llm.adapter())
+    slm.load_state({name: np.full_like(value, 3e38) for name, value in slm.state().items()})
+    arrival = worker.arrival(slm, "silo-1")
+    assert arrival.candidate is None
+    assert "not finite" in arrival.report["note"]
+    assert fingerprint(worker.llm.adapter()) == adapter
+
+
+def test_an_undone_lesson_is_said_and_the_small_model_still_trained(
+    make: Make, slm: Slm, low_ceiling: float
+) -> None:
+    worker = make(learning_rate=0.3)
+    adapter = fingerprint(worker.llm.adapter())
+    arrival = worker.arrival(slm, "silo-1")
+    assert "put back" in arrival.report["note"]
+    assert arrival.candidate is not None
+    assert fingerprint(worker.llm.adapter()) == adapter
+    assert worker.kl == []
+
+
+def test_labels_are_dealt_out_evenly_in_stable_mode(make: Make) -> None:
+    labels = ("a", "b", "c")
+    dealt = make(labels)._draw_labels(11, 5)
+    assert sorted(Counter(dealt).values()) == [3, 4, 4]
+    drawn = make(labels, mode="paper")._draw_labels(3000, 5)
+    # Uniform draws: 1000 each with a standard deviation of 25.8; five of them, and not dealt out.
+    assert all(abs(drawn.count(label) - 1000) < 129 for label in range(3))
+    assert drawn != sorted(drawn)
+
+
+def test_short_and_repeated_texts_are_dropped_in_stable_mode(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["one two three four", "One two three FOUR", "one two", "", "five six seven eight"]
+    written = [Written(text, (7,) if text else (), torch.zeros(1)) for text in texts]
+    for mode, expected in (("stable", [0, 4]), ("paper", [0, 1, 2, 4])):
+        worker = make(mode=mode)
+        monkeypatch.setattr(worker.llm, "write", lambda *_, **__: written)
+        samples, dropped = worker.synthesise(5, seed=0)
+        assert [sample.text for sample in samples] == [texts[i] for i in expected]
+        assert dropped == 5 - len(expected)
+
+
+def test_prompts_and_verbalisers_come_from_the_configuration(make: Make, slm: Slm) -> None:
+    worker = make(prompts={"b": "This is bad: "}, verbalisers={"a": "good"})
+    assert worker._prompts == ["Here is a text about a:", "This is bad: "]
+    assert worker._verbalisers == ["good", "b"]
+    assert worker.llm.tokenizer.decode(worker._sentences[0]) == "\nThis text is about good."
+    for changes in ({"prompts": {"c": "x"}}, {"verbalisers": {"c": "x"}}, {"prompts": {"a": "  "}}):
+        with pytest.raises(ConfigError):
+            make(**changes)
+
+
+def test_a_model_with_other_labels_is_refused(make: Make, tiny_encoder: Path) -> None:
+    with pytest.raises(ModelError, match="silo-1"):
+        make().arrival(make_slm(tiny_encoder, ("a", "c")), "silo-1")
+
+
+# --- evaluation
+
+
+def test_understanding_is_equation_1(make: Make) -> None:
+    worker = make(verbalisers={"a": "people", "b": "the world"})
+    shift(worker.llm)
+    texts = ["this is a good day for the team", "x", "said " * 60]
+    found = worker.label_probabilities(texts)
+    llm = worker.llm
+    expected = []
+    with torch.no_grad():
+        for text in texts:
+            row = llm.encode(text)[:64] + llm.encode_inner(READING)
+            sums = []
+            for word in ("people", "the world"):
+                answer = llm.encode_inner(f" {word}")
+                sums.append(float(log_probs_of(llm, row + answer)[-len(answer) :].sum()))
+            expected.append(torch.tensor(sums).softmax(0).numpy())
+    assert found == pytest.approx(np.array(expected), abs=1e-4)
+    best = found.argmax(1)
+    assert worker.nlu_accuracy(texts, best) == 1.0
+    assert worker.nlu_accuracy(texts, [best[0], best[1], 1 - best[2]]) == pytest.approx(2 / 3)
+
+
+def test_generation_accuracy_is_the_mean_over_judges(make: Make, slm: Slm, tiny_encoder: Path) -> None:
+    worker = make()
+    other = make_slm(tiny_encoder)
+    state = other.state()
+    name = next(n for n in state if n.endswith("classifier.weight"))
+    other.load_state({**state, name: -state[name]})  # of two labels it says the other one
+    samples = [
+        Sample(text, i % 2, Written(text, (7,), torch.zeros(1)))
+        for i, text in enumerate(["the team won", "x", "of"])
+    ]
+    right = [probabilities(slm, [sample.text])[0].argmax() == sample.label for sample in samples]
+    assert worker.nlg_accuracy([slm], samples) == pytest.approx(sum(right) / 3)
+    assert worker.nlg_accuracy([slm, other], samples) == pytest.approx(0.5)
+    assert worker.nlg_accuracy([slm]) == worker.nlg_accuracy([slm])
+    assert math.isnan(worker.nlg_accuracy([]))
+
+
+@pytest.mark.real
+def test_the_real_models_teach_each_other(smollm2: str, minilm: str) -> None:
+    labels = ("business", "sports")
+    config = CrossLm(
+        llm=smollm2, synthetic=8, max_new_tokens=12, keep=0.5, batch_size=8, lora_rank=4,
+        prompts={label: f"The {label} news of today, in one sentence: " for label in labels},
+    )  # fmt: skip
+    worker = CrossLmWorker(config, labels, seed=1, encoder=minilm)
+    slm = load_slm(minilm, labels, max_length=24, train_embeddings=False, seed=0)
+    arrival = worker.arrival(slm, "silo-1")
+    assert len(arrival.samples) >= 6
+    assert arrival.report["note"] is None
+    assert 0 < arrival.report["kl"] < 0.1
+    texts = [
+        "Shares in the bank fell after it reported lower profits.",
+        "The striker scored twice as his team won the cup.",
+    ]
+    assert worker.nlu_accuracy(texts, [0, 1]) == 1.0
+    backwards = [" ".join(reversed(text.split())) for text in texts]
+    assert 3 * worker.perplexity(texts) < worker.perplexity(backwards)

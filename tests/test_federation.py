@@ -1,0 +1,477 @@
+"""Client and server together: every refusal by its own exception, and the round going on without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from securefl.client import train_locally
+from securefl.crypto import envelope
+from securefl.crypto.identity import Identity
+from securefl.errors import (
+    BadSignature,
+    EnvelopeError,
+    MalformedEnvelope,
+    NonFiniteUpdate,
+    PayloadError,
+    PolicyRefusal,
+    ProtocolError,
+    Replayed,
+    TooFewSilos,
+    UnknownSender,
+    WrongRecipient,
+    WrongRound,
+    WrongRun,
+    WrongShape,
+)
+from securefl.ledger import verify_ledger
+from securefl.messages import Party, Step
+from securefl.release import NonPrivate, PayloadKind, Release, encode_release
+from tests.federation import Parties, make_parties, tiny_config
+
+
+@pytest.fixture
+def parties(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> Parties:
+    return make_parties(tiny_config(tiny_encoder, tiny_data), tmp_path)
+
+
+@pytest.fixture
+def sharing(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> Parties:
+    """At the step where centroids are shared (round 2)."""
+    config = tiny_config(tiny_encoder, tiny_data, federation={"method": "fedkc"})
+    ready = make_parties(config, tmp_path)
+    ready.play(lambda server: server.round == 2)
+    return ready
+
+
+def _reseal(parties: Parties, name: str, body: bytes, kind: PayloadKind, **header: Any) -> bytes:
+    """A message of silo `name` with chosen content, properly sealed and signed."""
+    client = parties.clients[name]
+    template = envelope.read_header(client.handle(parties.server.outgoing()[name]))
+    recipients = header.pop("cards", [client.server])
+    changed = template.model_copy(
+        update={
+            "kind": kind,
+            "recipients": tuple(Party(name=c.name, key=c.fingerprint) for c in recipients),
+            **header,
+        }
+    )
+    return envelope.seal(body, changed, client.identity, recipients)
+
+
+def test_the_average_is_the_mean_weighted_by_rows(parties: Parties) -> None:
+    for answer in parties.answers().values():
+        parties.server.receive(answer)
+    parties.server.close_step()
+    total = sum(len(rows) for rows in parties.corpus.train.values())
+    for tensor in parties.server.model:
+        by_hand = sum(
+            len(client.data.train) / total * client.slm.state()[tensor].astype(np.float64)
+            for client in parties.clients.values()
+        )
+        np.testing.assert_allclose(parties.server.model[tensor], by_hand, atol=1e-6)
+
+
+Breaker = Callable[[bytes], bytes]
+
+
+def _flip(message: bytes) -> bytes:
+    return message[:-5000] + bytes([message[-5000] ^ 1]) + message[-4999:]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_flip, BadSignature),
+        (lambda message: message[:-1], MalformedEnvelope),
+        (lambda message: message[: len(message) // 2], MalformedEnvelope),
+        (lambda message: message + b"\0", MalformedEnvelope),
+        (lambda message: b"", MalformedEnvelope),
+        (lambda message: b"not an envelope at all", MalformedEnvelope),
+    ],
+    ids=["tampered", "cut by a byte", "cut in half", "a byte more", "empty", "other bytes"],
+)
+def test_a_broken_answer_is_refused_and_the_round_goes_on(
+    parties: Parties, change: Breaker, expected: type[EnvelopeError]
+) -> None:
+    answers = parties.answers()
+    names = list(answers)
+    with pytest.raises(expected):
+        parties.server.receive(change(answers[names[0]]))
+    for name in names[1:]:
+        parties.server.receive(answers[name])
+    assert set(parties.server.admitted()) == set(names[1:])
+    parties.server.close_step()
+    assert parties.server.round == 2
+
+
+def test_after_a_broken_copy_the_true_message_is_still_admitted(parties: Parties) -> None:
+    answer = parties.answers()["silo-1"]
+    with pytest.raises(BadSignature):
+        parties.server.receive(_flip(answer))
+    parties.server.receive(answer)
+    assert "silo-1" in parties.server.admitted()
+
+
+def test_a_replay_is_refused(parties: Parties) -> None:
+    answer = parties.answers()["silo-1"]
+    parties.server.receive(answer)
+    with pytest.raises(Replayed):
+        parties.server.receive(answer)
+
+
+def test_an_answer_of_an_earlier_round_is_refused(parties: Parties) -> None:
+    late = parties.answers()
+    for name in ("silo-1", "silo-2"):
+        parties.server.receive(late[name])
+    parties.server.close_step()
+    with pytest.raises(WrongRound):
+        parties.server.receive(late["silo-3"])
+
+
+def test_an_answer_of_another_run_is_refused(parties: Parties) -> None:
+    body = encode_release(Release(PayloadKind.MODEL, {}, {}, NonPrivate(reason="test")))
+    with pytest.raises(WrongRun):
+        parties.server.receive(_reseal(parties, "silo-1", body, PayloadKind.MODEL, run="f" * 32))
+
+
+def test_an_answer_to_somebody_else_is_refused(parties: Parties) -> None:
+    """Re-addressed by its own sender: sealed to a peer, sent to the server."""
+    body = encode_release(Release(PayloadKind.MODEL, {}, {}, NonPrivate(reason="test")))
+    peer = parties.clients["silo-2"].identity.card
+    with pytest.raises(WrongRecipient):
+        parties.server.receive(_reseal(parties, "silo-1", body, PayloadKind.MODEL, cards=[peer]))
+
+
+def test_a_stranger_and_an_impostor_are_refused(parties: Parties) -> None:
+    client = parties.clients["silo-1"]
+    header = envelope.read_header(client.handle(parties.server.outgoing()["silo-1"]))
+    for name in ("silo-9", "silo-1"):
+        stranger = Identity.generate(name)
+        forged = header.model_copy(update={"sender": Party(name=name, key=stranger.card.fingerprint)})
+        with pytest.raises(UnknownSender):
+            parties.server.receive(envelope.seal(b"x", forged, stranger, [client.server]))
+
+
+def test_another_kind_than_asked_is_refused(parties: Parties) -> None:
+    body = encode_release(Release(PayloadKind.METRICS, {}, {"metrics": {}}, NonPrivate(reason="test")))
+    with pytest.raises(MalformedEnvelope):
+        parties.server.receive(_reseal(parties, "silo-1", body, PayloadKind.METRICS))
+    with pytest.raises(PayloadError):  # marked as a model, with metrics inside
+        parties.server.receive(_reseal(parties, "silo-2", body, PayloadKind.MODEL))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_non_finite_update_is_refused_by_the_silos_name(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, value: float
+) -> None:
+    def poison(slm: Any, rows: Any, *rest: Any) -> None:
+        train_locally(slm, rows, *rest)
+        if rows is poisoned:
+            with torch.no_grad():
+                slm.model.classifier.weight[0, 0] = value
+
+    ready = make_parties(tiny_config(tiny_encoder, tiny_data), tmp_path, train=poison)
+    poisoned = ready.clients["silo-2"].data.train
+    answers = ready.answers()
+    with pytest.raises(NonFiniteUpdate, match="silo-2"):
+        ready.server.receive(answers["silo-2"])
+    for name in ("silo-1", "silo-3"):
+        ready.server.receive(answers[name])
+    ready.server.close_step()
+    assert all(np.isfinite(array).all() for array in ready.server.model.values())
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "shape", "type"])
+def test_an_update_of_another_shape_is_refused(parties: Parties, change: str) -> None:
+    state = dict(parties.clients["silo-1"].slm.state())
+    first = sorted(state)[0]
+    if change == "missing":
+        del state[first]
+    elif change == "extra":
+        state["surprise"] = np.zeros(1, np.float32)
+    elif change == "shape":
+        state[first] = np.zeros(3, np.float32)
+    else:
+        state[first] = np.zeros(state[first].shape, np.int64)
+    body = encode_release(Release(PayloadKind.MODEL, state, {"rows": 5}, NonPrivate(reason="test")))
+    with pytest.raises(WrongShape, match="silo-1"):
+        parties.server.receive(_reseal(parties, "silo-1", body, PayloadKind.MODEL))
+
+
+@pytest.mark.parametrize("rows", [0, -3, 1.5, True, "7", None, 10**12])
+def test_an_absurd_row_count_is_refused(parties: Parties, rows: object) -> None:
+    state = parties.clients["silo-1"].slm.state()
+    body = encode_release(Release(PayloadKind.MODEL, state, {"rows": rows}, NonPrivate(reason="test")))
+    with pytest.raises(PayloadError, match="silo-1"):
+        parties.server.receive(_reseal(parties, "silo-1", body, PayloadKind.MODEL))
+
+
+def test_one_silo_alone_is_not_averaged(parties: Parties) -> None:
+    parties.server.receive(parties.answers()["silo-1"])
+    with pytest.raises(TooFewSilos):
+        parties.server.close_step()
+
+
+# --- centroids
+
+
+def test_the_server_cannot_open_centroids_and_peers_can(sharing: Parties) -> None:
+    answer = sharing.answers()["silo-1"]
+    verified = envelope.verify(answer, sharing.server.roster)
+    with pytest.raises(WrongRecipient):
+        envelope.open_(verified, sharing.server.identity)
+    for peer in ("silo-2", "silo-3"):
+        assert envelope.open_(verified, sharing.clients[peer].identity)
+
+
+def test_centroids_must_be_sealed_to_exactly_the_peers(sharing: Parties) -> None:
+    only = [sharing.clients["silo-2"].identity.card]
+    message = _reseal(sharing, "silo-1", b"anything", PayloadKind.CENTROIDS, cards=only)
+    with pytest.raises(WrongRecipient):
+        sharing.server.receive(message)
+
+
+def test_centroids_are_the_means_of_their_rows(sharing: Parties) -> None:
+    """Against numpy, from what a peer opens and the model's own pooled vectors."""
+    from securefl.release import decode_release
+    from securefl.training import embed
+
+    client = sharing.clients["silo-1"]
+    seen: dict[str, Any] = {}
+    client.witness = lambda *arguments: seen.update(evidence=arguments[-1])
+    verified = envelope.verify(client.handle(sharing.server.outgoing()["silo-1"]), sharing.server.roster)
+    release = decode_release(envelope.open_(verified, sharing.clients["silo-2"].identity))
+    pooled = embed(client.slm, client.data.train.texts, "pooled")
+    where = {row: i for i, row in enumerate(client.data.train.ids)}
+    groups = [[where[row] for row in rows] for rows in seen["evidence"]["clusters"]]
+    assert len(groups) == len(release.tensors["centroids"]) > 0
+    for group, centroid, size in zip(
+        groups, release.tensors["centroids"], release.tensors["sizes"], strict=True
+    ):
+        np.testing.assert_allclose(centroid, np.mean(pooled[group], axis=0), atol=1e-5)
+        assert size == len(group) >= 2
+
+
+def test_relayed_centroids_are_checked_by_the_client(sharing: Parties) -> None:
+    """A server that relays one silo's centroids under another's name, or tampers with them, is found out."""
+    answers = sharing.answers()
+    for answer in answers.values():
+        sharing.server.receive(answer)
+    sharing.server.close_step()
+    assert sharing.server.step is Step.TRAIN
+    honest = dict(sharing.server._relay)
+    for lie, expected in [
+        ({"silo-2": honest["silo-3"]}, UnknownSender),
+        ({"silo-2": _flip(honest["silo-2"])}, BadSignature),
+        ({"silo-2": honest["silo-1"]}, ProtocolError),
+    ]:
+        sharing.server._relay = {**honest, **lie}
+        client = copy.copy(sharing.clients["silo-1"])
+        with pytest.raises(expected):
+            client.handle(sharing.server.outgoing()["silo-1"])
+        sharing.clients["silo-1"]._place = (2, 0)
+
+
+# --- an active server
+
+
+def test_a_plan_from_another_server_is_refused(parties: Parties) -> None:
+    impostor = Identity.generate("server")
+    client = parties.clients["silo-1"]
+    parties.server.identity = impostor
+    with pytest.raises(UnknownSender):
+        client.handle(parties.server.outgoing()["silo-1"])
+
+
+def test_a_plan_is_answered_once(parties: Parties) -> None:
+    plan = parties.server.outgoing()["silo-1"]
+    parties.clients["silo-1"].handle(plan)
+    with pytest.raises(ProtocolError):
+        parties.clients["silo-1"].handle(plan)
+    with pytest.raises(WrongRound):  # a fresh message for the same step
+        parties.clients["silo-1"].handle(parties.server.outgoing()["silo-1"])
+    assert len(parties.clients["silo-1"].ledger.entries) == 1
+
+
+def test_a_plan_for_another_silo_is_refused(parties: Parties) -> None:
+    with pytest.raises(WrongRecipient):
+        parties.clients["silo-2"].handle(parties.server.outgoing()["silo-1"])
+
+
+def test_a_poisoned_global_model_is_refused(parties: Parties) -> None:
+    first = sorted(parties.server.model)[0]
+    parties.server.model = {**parties.server.model, first: np.full_like(parties.server.model[first], np.nan)}
+    with pytest.raises(NonFiniteUpdate):
+        parties.clients["silo-1"].handle(parties.server.outgoing()["silo-1"])
+
+
+@pytest.mark.parametrize(
+    ("clause", "value"),
+    [
+        ("servers", ()),
+        ("base_models", ()),
+        ("kinds", (PayloadKind.METRICS,)),
+        ("nonprivate", (PayloadKind.METRICS,)),
+        ("model_protections", ()),
+        ("max_release_bytes", 100),
+    ],
+)
+def test_what_the_policy_forbids_is_answered_with_unavailable(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, clause: str, value: Any
+) -> None:
+    ready = make_parties(tiny_config(tiny_encoder, tiny_data), tmp_path, **{clause: value})
+    client = ready.clients["silo-1"]
+    answer = client.handle(ready.server.outgoing()["silo-1"])
+    assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    ready.server.receive(answer)
+    assert "silo-1" not in ready.server.admitted()
+    assert [entry.name for entry in ready.server.dropped] == ["silo-1"]
+    assert clause in str(client.refusals[0])
+    assert clause not in ready.server.dropped[0].reason, "the server is told nothing more"
+    assert len(client.ledger.entries) == 0, "nothing left, so nothing is charged"
+
+
+def test_a_server_that_asks_for_the_embedding_layer_gets_nothing(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        tiny_encoder, tiny_data, federation={"method": "fedkc"}, fedkc={"compose": "embeddings"}
+    )
+    ready = make_parties(config, tmp_path)
+    ready.play(lambda server: server.round == 2)
+    answers = ready.answers()
+    assert {envelope.read_header(answer).kind for answer in answers.values()} == {PayloadKind.UNAVAILABLE}
+    refusal = ready.clients["silo-1"].refusals[0]
+    assert isinstance(refusal, PolicyRefusal)
+    assert "allow_embedding_centroids" in str(refusal)
+
+
+def test_the_budget_stops_the_release_that_would_cross_it(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        tiny_encoder,
+        tiny_data,
+        federation={"method": "fedkc", "rounds": 3},
+        privacy={"centroids": {"noise_multiplier": 1.0, "min_size": 2}},
+    )
+    # One release with multiplier 1 on 80 % of mu^2 has mu = 1.118: epsilon 5.5; two have 8.1 at delta 1e-5.
+    ready = make_parties(config, tmp_path, max_epsilon=7.0)
+    ready.play(lambda server: server.round == 3)
+    answer = ready.clients["silo-1"].handle(ready.server.outgoing()["silo-1"])
+    assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    assert "max_epsilon" in str(ready.clients["silo-1"].refusals[0])
+
+
+def test_every_answer_is_in_a_ledger_that_verifies(sharing: Parties, tmp_path: Path) -> None:
+    sharing.play(lambda server: server.finished)
+    for name in sharing.clients:
+        summary = verify_ledger(tmp_path / f"{name}.jsonl")
+        kinds = [entry.kind.value for entry in summary.releases]
+        assert kinds == ["model", "centroids", "model", "metrics"]
+        assert [party.name for party in summary.releases[1].recipients] == sorted(
+            set(sharing.clients) - {name}
+        )
+        assert [party.name for party in summary.releases[0].recipients] == ["server"]
+
+
+def test_logs_hold_no_text(parties: Parties, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(0)
+    parties.play(lambda server: server.finished)
+    texts = [text for rows in parties.corpus.train.values() for text in rows.texts]
+    assert not any(text in caplog.text for text in texts)
+
+
+# --- malformed plans and payloads of parties that hold valid keys
+
+
+def _plan(parties: Parties, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> bytes:
+    """The server's plan for silo-1 with its document and tensors changed, sealed and signed by the server."""
+    from securefl.release import decode, encode
+
+    client = parties.clients["silo-1"]
+    verified = envelope.verify(parties.server.outgoing()["silo-1"], {"server": client.server})
+    body = decode(envelope.open_(verified, client.identity))
+    document, tensors = copy.deepcopy(dict(body.document)), dict(body.tensors)
+    change(document, tensors)
+    changed = encode(body.kind, document, tensors)
+    return envelope.seal(changed, verified.header, parties.server.identity, [client.identity.card])
+
+
+def _set(**fields: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda document, _: document.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_set(epochs=-1), PayloadError),
+        (_set(epochs="many"), PayloadError),
+        (_set(surprise=1), PayloadError),
+        (lambda document, _: document.pop("cohort"), PayloadError),
+        (_set(step="dance"), PayloadError),
+        (_set(round=7), WrongRound),
+        (_set(run="e" * 32), WrongRound),
+        (_set(model="0" * 64), WrongShape),
+        (lambda _, tensors: tensors.clear(), WrongShape),
+    ],
+    ids=["epochs", "type", "extra", "missing", "step", "round", "run", "model hash", "no model"],
+)
+def test_a_malformed_plan_is_refused(
+    parties: Parties, change: Callable[[dict[str, Any], dict[str, Any]], None], expected: type[ProtocolError]
+) -> None:
+    with pytest.raises(expected):
+        parties.clients["silo-1"].handle(_plan(parties, change))
+    assert len(parties.clients["silo-1"].ledger.entries) == 0
+
+
+def test_a_cohort_with_a_planted_peer_is_refused(sharing: Parties) -> None:
+    """A server that adds a silo of its own to the cohort must not receive centroids through it."""
+    planted = Identity.generate("silo-9").card
+    extra = {"name": "silo-9", "key": planted.fingerprint}
+    message = _plan(sharing, lambda document, _: document["cohort"].append(extra))
+    client = sharing.clients["silo-1"]
+    answer = client.handle(message)
+    assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    assert "peers" in str(client.refusals[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("predictions", np.full((2, 2), 0.9, np.float32)),
+        ("predictions", np.array([[-1, 2], [0, 1]], np.float32)),
+        ("centroids", np.zeros((2, 3), np.float32)),
+        ("centroids", np.float32(1).reshape(())),
+        ("sizes", np.float32(1).reshape(())),
+        ("sizes", np.zeros((3,), np.float32)),
+        ("centroids", np.full((2, 32), np.nan, np.float32)),
+    ],
+)
+def test_absurd_centroids_of_a_peer_are_refused(sharing: Parties, name: str, array: np.ndarray) -> None:
+    """A malicious peer signs and seals properly; what is inside does not fit."""
+    from securefl.messages import RoundPlan
+    from securefl.release import canonical_json, decode
+
+    victim = sharing.clients["silo-1"]
+    verified = envelope.verify(sharing.server.outgoing()["silo-1"], {"server": victim.server})
+    body = decode(envelope.open_(verified, victim.identity))
+    plan = RoundPlan.model_validate_json(canonical_json(body.document))
+    tensors = {
+        "centroids": np.zeros((2, 32), np.float32),
+        "predictions": np.full((2, 2), 0.5, np.float32),
+        "sizes": np.full((2,), 4, np.float32),
+    }
+    good = Release(PayloadKind.CENTROIDS, tensors, {"encoder": plan.model}, NonPrivate(reason="test"))
+    header = verified.header.model_copy(update={"kind": PayloadKind.CENTROIDS})
+    assert len(victim._checked_knowledge(good, plan, "silo-2", header).sizes) == 2
+    bad = Release(PayloadKind.CENTROIDS, {**tensors, name: array}, {"encoder": plan.model}, good.claim)
+    with pytest.raises(PayloadError, match="silo-2"):
+        victim._checked_knowledge(bad, plan, "silo-2", header)

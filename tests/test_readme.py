@@ -1,0 +1,80 @@
+"""The README tells the truth: its table is the code's, its Python and its example configuration run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from securefl.cli import app
+from securefl.config import parse_config, reference
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def _block(language: str) -> str:
+    found = re.findall(rf"```{language}\n(.*?)```", README, re.S)
+    assert len(found) == 1
+    return str(found[0])
+
+
+def test_the_table_of_keys_is_the_models() -> None:
+    assert reference() in README, (
+        "paste `python -c 'from securefl.config import reference; print(reference())'`"
+    )
+
+
+def test_the_example_configuration_is_valid() -> None:
+    assert parse_config(tomllib.loads(_block("toml"))).federation.method == "fedkc"
+
+
+def test_every_command_in_it_exists() -> None:
+    commands = {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    }
+    for name in re.findall(r"^\s*(?:`)?securefl (\w[\w-]*)", README, re.M):
+        assert name in commands | {"ledger"}, name
+
+
+def test_ten_lines_of_python_run(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "study.toml").write_text(f"""
+[federation]
+method = "fedkc"
+rounds = 2
+[data]
+train = "{tiny_data / "train.csv"}"
+test = "{tiny_data / "test.csv"}"
+split = {{ by = "dirichlet", silos = 2, alpha = 5.0 }}
+[slm]
+models = ["{tiny_encoder}"]
+max_length = 16
+epochs = 1
+[fedkc]
+clusters = 2
+""")
+    code = _block("python")
+    assert len(code.strip().splitlines()) <= 12
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "silo-1" in done.stdout
+    assert "attack=" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "file", ["SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "securefl/crypto/WIRE.md"]
+)
+def test_linked_files_exist(file: str) -> None:
+    assert f"({file})" in README
+    assert (Path(__file__).resolve().parent.parent / file).is_file()

