@@ -59,7 +59,7 @@ from securefl.release import (
     fingerprint,
     release_from,
 )
-from securefl.training import embed, fit, probabilities
+from securefl.training import embed, fit, head_probabilities, probabilities
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,10 @@ SEED_TEXTS = ("{}", "a text about {}", "news about {}", "the topic is {}", "{}, 
 
 @dataclass(frozen=True, repr=False)
 class SiloData:
-    """A silo's rows: those it trains on, those it keeps to judge models, and test rows shared by all."""
+    """A silo's rows: those it trains on, and those it keeps from training to judge models."""
 
     train: Rows
     validation: Rows
-    test: Rows | None = None
 
 
 class Witness(Protocol):
@@ -266,7 +265,7 @@ class Client:
         assert terms is not None
         info = {**self._info(plan), "encoder": fingerprint(self.slm.state()), "compose": terms.compose}
         pooled = embed(self.slm, rows.texts, "pooled")
-        predictions = probabilities(self.slm, rows.texts)
+        predictions = head_probabilities(self.slm, pooled)
         mask: NDArray[Any] | None = None
         vectors = pooled
         if terms.compose == "embeddings":
@@ -368,8 +367,8 @@ class Client:
         return self._release(release_metrics(metrics, self._info(plan)), plan, [self.server], {})
 
     def _finish(self, plan: RoundPlan) -> bytes:
-        rows = self.data.test if self.data.test is not None else self.data.validation
-        metrics = {"accuracy": self._accuracy(rows), "rows": len(rows)}
+        rows = self.data.validation
+        metrics = {"validation_accuracy": self._accuracy(rows), "validation_rows": len(rows)}
         return self._release(release_metrics(metrics, self._info(plan)), plan, [self.server], {})
 
     def _accuracy(self, rows: Rows) -> float:

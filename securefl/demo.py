@@ -21,7 +21,7 @@ from securefl.simulation import Progress, Simulation, Workbench, work_units
 AUDIT_UNITS = 12.0
 ALPHA = 0.3
 PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "min_size": 4}
-# In the form that SmolLM2-Instruct was tuned on; the plain "A report about X:" strays from X half of the time.
+# In the form that SmolLM2-Instruct was tuned on: after a plain "A report about X:" it often leaves X.
 PROMPTS = {
     label: f"<|im_start|>user\nWrite one sentence from a BBC news report about {what}.<|im_end|>\n"
     "<|im_start|>assistant\n"

@@ -202,7 +202,7 @@ class Simulation:
                 ledger=Ledger.create(ledger_path, identity, clock=time.time),
                 config=config,
                 run=run,
-                data=SiloData(corpus.train[name], corpus.validation[name], corpus.test),
+                data=SiloData(corpus.train[name], corpus.validation[name]),
                 slm=slm,
                 base_sha256=base,
                 clock=time.time,

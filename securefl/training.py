@@ -159,10 +159,22 @@ def probabilities(slm: Slm, texts: Sequence[str], batch_size: int = 64) -> NDArr
     return out
 
 
+def head_probabilities(slm: Slm, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(n, C): what `probabilities` gives for texts whose pooled vectors (n, d) are at hand already."""
+    with _evaluating(slm):
+        return np.asarray(slm.head(torch.from_numpy(pooled).to(slm.device)).softmax(-1).cpu().numpy())
+
+
 @overload
 def embed(
     slm: Slm, texts: Sequence[str], layer: Literal["pooled"], batch_size: int = 64
 ) -> NDArray[np.float32]: ...
+
+
+def head_probabilities(slm: Slm, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(n, C): what `probabilities` gives for texts whose pooled vectors (n, d) are at hand already."""
+    with _evaluating(slm):
+        return np.asarray(slm.head(torch.from_numpy(pooled).to(slm.device)).softmax(-1).cpu().numpy())
 
 
 @overload

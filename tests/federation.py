@@ -108,7 +108,7 @@ def make_parties(
             ledger=Ledger.create(folder / f"{name}.jsonl", identities[name]),
             config=config,
             run=RUN,
-            data=SiloData(corpus.train[name], corpus.validation[name], corpus.test),
+            data=SiloData(corpus.train[name], corpus.validation[name]),
             slm=copy.deepcopy(start),
             base_sha256=base,
             noise=noise_source(3),

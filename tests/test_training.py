@@ -17,7 +17,7 @@ from securefl.data import Rows
 from securefl.errors import DataError, SecureflError
 from securefl.methods.fedkc import Knowledge, consistency_loss
 from securefl.models import Slm, load_slm
-from securefl.training import Cancelled, embed, fit, probabilities, schedule
+from securefl.training import Cancelled, embed, fit, head_probabilities, probabilities, schedule
 from tests import tiny
 
 LABELS = ("a", "b")
@@ -231,6 +231,13 @@ def test_probabilities_keep_the_order_of_the_texts(tiny_encoder: Path) -> None:
             logits = slm(slm.tokenize([text]))[0].double().numpy()
         np.testing.assert_allclose(together[i], np.exp(logits) / np.exp(logits).sum(), atol=1e-6)
     assert probabilities(slm, []).shape == (0, 2)
+
+
+def test_the_head_on_pooled_vectors_is_the_whole_model(tiny_encoder: Path) -> None:
+    slm = load(tiny_encoder)
+    texts = ["the team won the cup", "a bank", "it is a new day for the market and the people"]
+    both = head_probabilities(slm, embed(slm, texts, "pooled")), probabilities(slm, texts)
+    np.testing.assert_allclose(*both, atol=1e-6)
 
 
 def test_running_leaves_the_mode_of_the_model(tiny_encoder: Path) -> None:
