@@ -171,12 +171,6 @@ def embed(
 ) -> NDArray[np.float32]: ...
 
 
-def head_probabilities(slm: Slm, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(n, C): what `probabilities` gives for texts whose pooled vectors (n, d) are at hand already."""
-    with _evaluating(slm):
-        return np.asarray(slm.head(torch.from_numpy(pooled).to(slm.device)).softmax(-1).cpu().numpy())
-
-
 @overload
 def embed(
     slm: Slm, texts: Sequence[str], layer: Literal["embeddings"], batch_size: int = 64
