@@ -1,0 +1,393 @@
+"""Audits as sections of a page, as a page of their own, and as a table for a terminal.
+
+Built on `securefl.report.page`. It shows what `Audit` objects hold, worst first, and always beside a figure
+its interval, what guessing scores and what the claim allows. It must not run an attack or read a run folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table as RichTable
+
+from attacks.audit_figures import (
+    Audits,
+    is_membership,
+    is_recall,
+    membership_pictures,
+    recall_picture,
+    worst_first,
+)
+from attacks.findings import Audit, Finding, Verdict
+from securefl.report.digest import KINDS, parties
+from securefl.report.page import (
+    Badge,
+    Block,
+    Cell,
+    Fold,
+    Items,
+    Note,
+    Paragraph,
+    Section,
+    Table,
+    Tile,
+    Tiles,
+    accuracy,
+    clean,
+    count,
+    delta,
+    epsilon,
+    interval,
+    joined,
+    listing,
+    write_page,
+)
+from securefl.report.render import plain_table
+
+_VERDICTS: Mapping[str, Badge] = {
+    # Not green: that an attack finds nothing is no proof.
+    "none_shown": Badge("none shown"),
+    "leaks": Badge("leaks", "bad"),
+    "violates_claim": Badge("violates its claim", "bad"),
+}
+_METRICS = {"auc": "AUC"}
+_ADVERSARIES = {
+    "peer": "another silo", "server": "the server", "outsider": "an outsider", "auditor": "the auditor",
+}  # fmt: skip
+_MOST_FINDINGS = 300
+
+WORDS = (
+    ("Baseline", "What an attacker scores who guesses without seeing what left."),
+    ("Cap", "The most that the claimed ε allows on this figure; none where a claim does not bound it."),
+    ("AUC", "How well members are told from others: 0.5 is a coin, 1.0 is always right."),
+    ("Token recall", "The share of the words of a group of texts that the attacker wrote down correctly."),
+    ("Singling out", "Telling whether one row is among those behind a release."),
+    ("Linkability", "Telling that two releases, or a release and a known record, concern the same row."),
+    ("Inference", "Deducing what a row says, or an attribute of it."),
+    ("Lower bound on ε", "What the attack itself proves was lost; above the claimed ε the claim is wrong."),
+)  # fmt: skip
+
+
+def metric_words(metric: str) -> str:
+    """`token_recall` as `token recall`."""
+    return _METRICS.get(metric.lower(), clean(metric, 40).replace("_", " "))
+
+
+@dataclass(frozen=True)
+class Row:
+    """The worst finding of one attack and metric in one run; `low` to `high` over all silos and rounds."""
+
+    run: str
+    worst: Finding
+    low: float
+    high: float
+    findings: int
+
+
+def worst_rows(audits: Audits) -> list[Row]:
+    """One row an attack, metric and run, in the order of the attacks' numbers, then of the audits."""
+    groups: dict[tuple[int, str, str, int], list[Finding]] = {}
+    for index, (_, audit) in enumerate(audits):
+        for finding in audit.findings:
+            groups.setdefault((finding.number, finding.attack, finding.metric, index), []).append(finding)
+    rows = []
+    for key in sorted(groups):
+        found = groups[key]
+        values = [finding.value for finding in found]
+        worst = min(found, key=worst_first)
+        rows.append(Row(clean(audits[key[3]][0], 40), worst, min(values), max(values), len(found)))
+    return rows
+
+
+def _run_sentence(name: str, audit: Audit) -> str:
+    """What the audit of one run found, in plain words."""
+    broken = [finding for finding in audit.findings if finding.verdict == "violates_claim"]
+    if broken:
+        worst = min(broken, key=worst_first)
+        figure = f"{metric_words(worst.metric)} {accuracy(worst.value)}, cap {accuracy(worst.cap)}"
+        return (
+            f"In {name} the attack “{clean(worst.attack, 60)}” got further than the claim allows ({figure}): "
+            "the claim is wrong."
+        )
+    parts = [_leak_words(row.worst) for row in worst_rows([(name, audit)]) if row.worst.verdict == "leaks"]
+    return f"In {name}, at worst, {joined(parts)}." if parts else ""
+
+
+def _role(finding: Finding) -> str:
+    """`peer` of `peer; sees the pooled centroids`."""
+    return clean(finding.adversary.split(";")[0], 30)
+
+
+def _leak_words(finding: Finding) -> str:
+    """A leak as part of a sentence for readers who do not know the metric."""
+    who = f"{_ADVERSARIES.get(_role(finding), 'an attacker')} (attack {finding.number})"
+    value, guess = f"{finding.value:.0%}", f"{finding.baseline:.0%}"
+    if is_membership(finding):
+        return f"{who} told a silo's row from a stranger's in {value} of pairs (guessing: {guess})"
+    if is_recall(finding):
+        return f"{who} read back {value} of the words of a group of texts (guessing: {guess})"
+    figures = f"{accuracy(finding.value)} (guessing: {accuracy(finding.baseline)})"
+    return f"{who} reached a {metric_words(finding.metric)} of {figures}"
+
+
+def audit_summary(audits: Audits) -> str:
+    """The opening sentences about attacks, ending with what a passed audit does not mean."""
+    sentences = []
+    quiet = []
+    for name, audit in audits:
+        sentence = _run_sentence(clean(name, 40), audit)
+        if sentence:
+            sentences.append(sentence)
+        elif audit.findings:
+            quiet.append(clean(name, 40))
+    if quiet:
+        sentences.append(f"In {listing(quiet)} no attack that was run beat guessing.")
+    return " ".join([*sentences, *dict.fromkeys(audit.warning for _, audit in audits)])
+
+
+def _verdict_cell(verdict: Verdict) -> Cell:
+    return Cell("", badges=(_VERDICTS[verdict],))
+
+
+def _verdict_table(audits: Audits) -> Table:
+    rows = tuple(
+        (
+            Cell(clean(name, 40), full=name), _verdict_cell(audit.verdicts.singling_out),
+            _verdict_cell(audit.verdicts.linkability), _verdict_cell(audit.verdicts.inference),
+            count(len(audit.findings), "finding"), count(len(audit.not_run), "attack"),
+        )
+        for name, audit in audits
+    )  # fmt: skip
+    heads = ("Run", "Singling out", "Linkability", "Inference", "Judged on", "Not run")
+    return Table("The three questions, each answered by its worst finding", heads, rows)
+
+
+def _bound_cell(finding: Finding) -> Cell:
+    shown = "–" if finding.epsilon_lower_bound is None else epsilon(finding.epsilon_lower_bound)
+    claimed = (
+        "no finite ε claimed"
+        if finding.claim_epsilon is None
+        else f"claimed {epsilon(finding.claim_epsilon)}"
+    )
+    return Cell(shown, claimed)
+
+
+def _cap_cell(finding: Finding) -> Cell:
+    return Cell(
+        accuracy(finding.cap), "" if finding.cap is not None else clean(finding.cap_reason or "", 160)
+    )
+
+
+def _side_by_side(audits: Audits) -> Table:
+    rows = []
+    for row in worst_rows(audits):
+        f = row.worst
+        spread = (
+            "" if row.findings == 1 else f"{accuracy(row.low)} to {accuracy(row.high)} over {row.findings}"
+        )
+        rows.append((
+            Cell(f"{clean(f.attack, 60)}: {metric_words(f.metric)}", f"attack {f.number}"),
+            Cell(row.run, f"{clean(f.silo, 30)}, round {f.round}"), Cell(accuracy(f.value), interval(f.ci)),
+            accuracy(f.baseline), accuracy(f.cap), spread, _bound_cell(f), _verdict_cell(f.verdict),
+        ))  # fmt: skip
+    return Table(
+        "The worst finding of every attack, run beside run, with 95 % intervals",
+        ("Attack", "Run", "Value", "Baseline", "Cap", "All silos and rounds", "ε at least", "Verdict"),
+        tuple(rows),
+        numeric=frozenset({2, 3, 4}),
+        wrap=frozenset({1, 5}),
+        note="The worst of several figures is worse than a typical one; the interval is that of the one.",
+    )
+
+
+def _details(finding: Finding) -> str:
+    """The plain entries of a finding's details, a few of them."""
+    parts: list[str] = []
+    for key, value in finding.details.items():
+        if isinstance(value, str | int | float):
+            shown = f"{value:.3g}" if isinstance(value, float) else clean(str(value), 60)
+            parts.append(f"{clean(str(key), 30).replace('_', ' ')} {shown}")
+    return ", ".join(parts[:4])
+
+
+def _all_findings(name: str, audit: Audit) -> Fold:
+    chosen = sorted(audit.findings, key=lambda f: (f.number, f.attack, f.metric, *worst_first(f)))
+    rows = []
+    for f in chosen[:_MOST_FINDINGS]:
+        knowing = joined([clean(fact, 100) for fact in f.knowledge[:8]]) or "nothing more"
+        who = f"attack {f.number}, by {_role(f)}, knowing {knowing}"
+        adjacency = "" if f.adjacency is None else clean(f.adjacency, 24)
+        rows.append((
+            Cell(clean(f.attack, 60), who), Cell(clean(f.silo, 32), f"round {f.round}"),
+            Cell(clean(f.target, 60), _details(f)), metric_words(f.metric),
+            Cell(accuracy(f.value), interval(f.ci)), accuracy(f.baseline), _cap_cell(f),
+            Cell(f"{f.trials:,}", adjacency), _bound_cell(f), _verdict_cell(f.verdict),
+        ))  # fmt: skip
+    left = len(chosen) - len(rows)
+    table = Table(
+        f"Every finding: {clean(name, 40)}",
+        (
+            "Attack",
+            "Where",
+            "Target",
+            "Metric",
+            "Value",
+            "Baseline",
+            "Cap",
+            "Trials",
+            "ε at least",
+            "Verdict",
+        ),
+        tuple(rows),
+        numeric=frozenset({4, 5, 7}),
+        wrap=frozenset({0, 2, 6}),
+        note=f"{left} more are in audit.json." if left else "",
+    )
+    return Fold(f"Every finding: {clean(name, 40)} ({len(chosen)})", (table,))
+
+
+def _bounds_table(audits: Audits) -> Table:
+    rows = []
+    for name, audit in audits:
+        for bound in audit.bounds:
+            badge = Badge("holds") if bound.holds else Badge("does not hold", "bad")
+            empty = (Badge("says nothing", "caution"),) if bound.vacuous else ()
+            verdict = Cell("", badges=(badge, *empty))
+            rows.append(
+                (
+                    clean(name, 40),
+                    clean(bound.name, 160),
+                    f"{bound.bound:.3f}",
+                    f"{bound.measured:.3f}",
+                    verdict,
+                )
+            )
+    return Table(
+        "The papers' propositions on what was really released",
+        ("Run", "Proposition", "Bound", "Measured", "Read as"),
+        tuple(rows),
+        numeric=frozenset({2, 3}),
+        wrap=frozenset({1}),
+        note="A bound that says nothing holds whatever was released, for example because it is zero.",
+    )
+
+
+def _claim_words(claim: Mapping[str, Any]) -> Cell:
+    if "epsilon" not in claim:
+        return Cell("", clean(str(claim.get("reason", "")), 200), (Badge("no finite epsilon", "bad"),))
+    at = f"at δ = {delta(float(claim['delta']))}" if "delta" in claim else ""
+    badges = (Badge("simulated", "caution"),) if claim.get("simulated") else ()
+    return Cell(f"ε {epsilon(float(claim['epsilon']))}", at, badges)
+
+
+def _inventory(name: str, audit: Audit) -> Fold:
+    silos = sorted({release.silo for release in audit.releases})
+    rows = []
+    for r in audit.releases:
+        sizes = [f"{size:.0f}" if float(size).is_integer() else f"{size:.1f}" for size in r.rows_per_centroid]
+        more = f" and {len(sizes) - 24} more" if len(sizes) > 24 else ""
+        rows.append((
+            Cell(clean(r.silo, 32), full=r.silo), str(r.round),
+            Cell(KINDS.get(r.kind, clean(r.kind, 40)), clean(r.file, 80)),
+            parties(r.readable_by, r.silo, silos),
+            ", ".join(sizes[:24]) + more or "–", Cell(clean(r.encoder, 13), full=r.encoder),
+            Cell(clean(r.sha256, 13), full=r.sha256), _claim_words(r.claim),
+        ))  # fmt: skip
+    heads = (
+        "Silo",
+        "Round",
+        "What",
+        "Readable by",
+        "Rows in each group",
+        "Encoder",
+        "SHA-256",
+        "Claim alone",
+    )
+    table = Table(f"Releases: {clean(name, 40)}", heads, tuple(rows), frozenset({1}), frozenset({4, 7}))
+    return Fold(f"Audited releases: {clean(name, 40)} ({len(rows)})", (table,))
+
+
+def _not_run_table(audits: Audits) -> Table:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, audit in audits:
+        for entry in audit.not_run:
+            reasons.setdefault((entry.attack, entry.why), []).append(name)
+    rows = tuple(
+        (clean(attack, 60), clean(why, 300), "every run" if len(names) == len(audits) > 1 else listing(names))
+        for (attack, why), names in reasons.items()
+    )
+    return Table("Attacks that were not run", ("Attack", "Why", "Run"), rows, wrap=frozenset({1, 2}))
+
+
+def audit_sections(audits: Sequence[tuple[str, Audit]]) -> list[Section]:
+    """The sections about attacks, over several runs: (name of the run, its audit). Empty without audits."""
+    if not audits:
+        return []
+    warnings = list(dict.fromkeys(audit.warning for _, audit in audits))
+    first: list[Block] = [
+        *(Note("Passing proves nothing.", warning, "caution") for warning in warnings),
+        _verdict_table(audits),
+    ]
+    if any(audit.findings for _, audit in audits):
+        first += [_side_by_side(audits), *membership_pictures(audits), *recall_picture(audits)]
+    second: list[Block] = [_all_findings(name, audit) for name, audit in audits if audit.findings]
+    if any(audit.bounds for _, audit in audits):
+        second.append(_bounds_table(audits))
+    if any(audit.not_run for _, audit in audits):
+        second.append(_not_run_table(audits))
+    second += [_inventory(name, audit) for name, audit in audits if audit.releases]
+    second.append(Fold("Words used by the auditor", (Items(terms=WORDS),)))
+    return [
+        Section("What an attacker could read", tuple(first), audit_summary(audits)),
+        Section("The audit in detail", tuple(second)),
+    ]
+
+
+def write_audit_report(audit: Audit, path: Path) -> None:
+    """Write the audit of one run as a page of its own. Raises UsageError where `path` cannot be written."""
+    name = clean(audit.method, 40)
+    audits = [(name, audit)]
+    leaks = sum(finding.verdict != "none_shown" for finding in audit.findings)
+    claimed = [f.claim_epsilon for f in audit.findings if f.claim_epsilon is not None]
+    bounds = [f.epsilon_lower_bound for f in audit.findings if f.epsilon_lower_bound is not None]
+    tiles = Tiles((
+        Tile("Releases audited", str(len(audit.releases))),
+        Tile("Findings that leak", f"{leaks} of {len(audit.findings)}", "", "bad" if leaks else "plain"),
+        Tile("Largest ε shown", epsilon(max(bounds)) if bounds else "–",
+             f"claimed {epsilon(max(claimed))}" if claimed else "no finite ε claimed"),
+        Tile("Attacks not run", str(len(audit.not_run))),
+    ))  # fmt: skip
+    opening = Section("Summary", (Paragraph(audit_summary(audits), lead=True), tiles))
+    versions = tuple((clean(k, 40), clean(v, 60)) for k, v in sorted(audit.versions.items()))
+    identity = (("Run", clean(audit.run, 64)), ("Method", name), ("Seed", str(audit.seed)), *versions)
+    last = Section(
+        "Seed and versions", (Table("What this audit was made with", ("What", "Value"), identity),)
+    )
+    subtitle = f"Run {clean(audit.run, 40)}, method {name}, seed {audit.seed}"
+    footer = "Made by securefl-audit. This page is one file and loads nothing."
+    write_page(path, f"Audit: {name}", subtitle, [opening, *audit_sections(audits), last], footer)
+
+
+def attack_table(audits: Sequence[tuple[str, Audit]]) -> RichTable:
+    """The worst finding of every attack, metric and run, for a terminal: runs below each attack."""
+    columns = [
+        ("attack", False), ("run", False), ("silo", False), ("claim ε", True), ("value, 95 %", True),
+        ("guess", True), ("cap", True), ("verdict", False),
+    ]  # fmt: skip
+    rows: list[list[str]] = []
+    heading = ""
+    for row in worst_rows(audits):
+        f = row.worst
+        attack = f"{clean(f.attack, 40)}: {metric_words(f.metric)}"
+        shown, heading = ("" if attack == heading else attack), attack
+        value = f"{f.value:.2f} [{f.ci[0]:.2f}, {f.ci[1]:.2f}]"
+        claim = "none" if f.claim_epsilon is None else epsilon(f.claim_epsilon)
+        cap = "–" if f.cap is None else f"{f.cap:.2f}"
+        verdict = _VERDICTS[f.verdict].text
+        rows.append(
+            [shown, clean(row.run, 28), clean(f.silo, 12), claim, value, f"{f.baseline:.2f}", cap, verdict]
+        )
+    return plain_table("What an attacker could read (worst silo and round)", columns, rows)

@@ -1,0 +1,310 @@
+"""The auditor over whole run folders: what it finds, what it refuses, what it writes and never writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attacks import cli
+from attacks.audit import audit
+from attacks.bounds import auc_cap
+from attacks.figures import Figure
+from attacks.findings import Audit
+from attacks.judgement import Book, judge
+from attacks.runs import Run
+from securefl.cli import run_app
+from securefl.errors import ModelError, PayloadError, ProtocolError, SecureflError, UsageError
+from securefl.models import Slm, load_slm
+from securefl.release import encode_release
+from tests import tiny
+from tests.attacks.makerun import Recipe, corpus_of, make_run
+
+LENGTH = 12
+ROWS = tiny.make_texts(260, seed=1, length=9)
+
+
+@pytest.fixture(scope="module")
+def slm(tmp_path_factory: pytest.TempPathFactory) -> Slm:
+    folder = tiny.make_encoder(tmp_path_factory.mktemp("audit") / "encoder", width=64)
+    return load_slm(str(folder), ["a", "b"], max_length=LENGTH, train_embeddings=False, seed=0)
+
+
+def made(folder: Path, slm: Slm, recipe: Recipe, rows: int = 40, pool: int = 180) -> Path:
+    used = ROWS[: rows * len(recipe.silos) + pool]
+    corpus = corpus_of([text for text, _ in used], [label for _, label in used], rows, recipe)
+    return make_run(folder / "run", slm, corpus, recipe)
+
+
+@pytest.fixture(scope="module")
+def pooled(slm: Slm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("pooled"), slm, Recipe(clusters=6))
+
+
+@pytest.fixture(scope="module")
+def layered(slm: Slm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = Recipe(layer="embeddings", clusters=8, random_groups=True)
+    return made(tmp_path_factory.mktemp("layered"), slm, recipe)
+
+
+def test_membership_of_exact_centroids_leaks(pooled: Path) -> None:
+    found = audit(pooled)
+    assert {f.metric for f in found.findings} == {"auc", "tpr_at_1_percent_fpr"}
+    ratio = [f for f in found.findings if f.metric == "auc" and "ratio" in f.attack]
+    assert [(f.silo, f.round) for f in ratio] == [("silo-1", 2), ("silo-2", 2)]
+    for f in ratio:
+        assert f.verdict == "leaks"
+        assert f.ci[0] > f.baseline == 0.5
+        assert f.value > 0.75
+        assert (f.cap, f.claim_epsilon) == (None, None)
+        assert "no differential privacy" in str(f.cap_reason)
+        assert f.trials == f.details["members"] + f.details["controls"]
+        assert f.adversary == "peer; sees the pooled centroids another silo shared"
+        assert f.details["nist_class"]
+    assert found.verdicts.singling_out == found.verdicts.linkability == "leaks"
+    assert found.verdicts.inference == "none_shown"
+    assert all(bound.holds and not bound.vacuous for bound in found.bounds)
+    assert len(found.bounds) == 2
+
+
+def test_tokens_of_exact_centroids_are_read_back(layered: Path) -> None:
+    found = audit(layered)
+    recalls = [f for f in found.findings if f.metric == "token_recall"]
+    assert len(recalls) == 16
+    assert all(f.value == 1.0 and f.verdict == "leaks" and f.baseline < 0.6 for f in recalls)
+    # An exact recall still has an interval, and texts that are not behind the centroid are not in it.
+    assert all(0 < f.ci[0] < 1 for f in recalls)
+    assert all(f.details["recall_of_other_texts"] < 0.8 for f in recalls)
+    assert found.verdicts.inference == "leaks"
+    assert any(entry.attack.startswith("membership, likelihood") for entry in found.not_run)
+
+
+def test_a_private_release_has_its_cap_and_stays_below_it(slm: Slm, tmp_path: Path) -> None:
+    found = audit(made(tmp_path, slm, Recipe(noise=1.0)))
+    ratio = [f for f in found.findings if f.metric == "auc"]
+    assert ratio
+    for f in ratio:
+        # noise_multiplier 1 with shares .8, .1, .1: mu^2 = 1.25, and 4 + 2/8 under replace-one.
+        assert f.details["claim_auc_cap"] == pytest.approx(auc_cap(np.sqrt(4.25)), abs=1e-6)
+        assert f.cap is not None
+        assert f.cap >= f.details["claim_auc_cap"] - 1e-9
+        assert f.verdict != "violates_claim"
+        assert f.claim_epsilon
+        assert f.details["simulated"] is True
+        assert (f.adjacency, f.details["claim_adjacency"]) == ("replace-one", "add-remove")
+
+
+def test_noise_on_the_embedding_layer_leaves_the_prior(slm: Slm, tmp_path: Path) -> None:
+    found = audit(made(tmp_path, slm, Recipe(layer="embeddings", noise=2.0)))
+    recalls = [f for f in found.findings if f.metric == "token_recall"]
+    assert recalls
+    assert all(f.value == f.baseline and f.verdict == "none_shown" for f in recalls)
+    assert "bounds what one row changes" in str(recalls[0].cap_reason)
+
+
+def test_a_run_without_releases_says_so(slm: Slm, tmp_path: Path) -> None:
+    found = audit(made(tmp_path, slm, Recipe(method="standalone")), tmp_path / "out")
+    assert found.findings == []
+    assert "nothing left the silos" in found.not_run[0].why
+    assert set(found.verdicts.model_dump().values()) == {"none_shown"}
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_too_few_rows_are_not_a_score_of_zero(slm: Slm, tmp_path: Path) -> None:
+    found = audit(made(tmp_path / "members", slm, Recipe(clusters=2), rows=6))
+    assert found.findings == []
+    assert "6 rows behind centroids" in found.not_run[0].why
+    found = audit(made(tmp_path / "pool", slm, Recipe(clusters=2), pool=20))
+    assert found.findings == []
+    assert "10 auxiliary rows" in found.not_run[0].why
+    found = audit(made(tmp_path / "withheld", slm, Recipe(min_size=50)))
+    assert "every cluster was withheld" in found.not_run[0].why
+
+
+def test_no_text_of_the_truth_is_written(layered: Path, tmp_path: Path) -> None:
+    audit(layered, tmp_path / "out")
+    written = (tmp_path / "out" / "audit.json").read_text(encoding="utf-8")
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert Audit.model_validate_json(written).schema_ == "securefl.audit/1"
+    for text, _ in ROWS:
+        assert text not in written
+        assert text not in page
+    # Nothing read back either: no two neighbouring words of any text.
+    for text, _ in ROWS[:80]:
+        assert " ".join(text.split()[2:4]) not in written
+
+
+def test_the_audit_is_deterministic(pooled: Path) -> None:
+    assert audit(pooled).to_json() == audit(pooled).to_json()
+
+
+def test_the_runs_own_report_is_kept(slm: Slm, tmp_path: Path) -> None:
+    run = made(tmp_path, slm, Recipe(method="standalone"))
+    (run / "report.html").write_text("the run's", encoding="utf-8")
+    audit(run, run)
+    assert (run / "report.html").read_text(encoding="utf-8") == "the run's"
+    assert (run / "audit.html").is_file()
+    assert (run / "audit.json").is_file()
+
+
+def test_a_changed_release_is_refused(slm: Slm, tmp_path: Path) -> None:
+    run = made(tmp_path, slm, Recipe())
+    file = run / "releases" / "silo-1" / "r002-share-centroids.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(ProtocolError, match="r002-share-centroids"):
+        audit(run)
+
+
+def test_an_encoder_that_is_not_there_is_an_error(slm: Slm, tmp_path: Path) -> None:
+    run = made(tmp_path / "other", slm, Recipe(info={"encoder": "0" * 64}))
+    with pytest.raises(ProtocolError, match="not among the models"):
+        audit(run)
+    run = made(tmp_path / "base", slm, Recipe(info={"base_sha256": "0" * 64}))
+    with pytest.raises(ModelError, match="another checkpoint"):
+        audit(run)
+    run = made(tmp_path / "label", slm, Recipe(info={"labels": "a"}))
+    with pytest.raises(PayloadError, match="labels"):
+        audit(run)
+
+
+def test_a_model_with_other_weights_than_stated_is_an_error(slm: Slm, tmp_path: Path) -> None:
+    run = made(tmp_path, slm, Recipe())
+    from attacks.runs import open_release
+
+    file = run / "releases" / "server" / "r002-model.safetensors"
+    release = open_release(file)
+    name = sorted(release.tensors)[0]
+    tensors = {**release.tensors, name: release.tensors[name] + np.float32(1)}
+    file.write_bytes(encode_release(type(release)(release.kind, tensors, release.info, release.claim)))
+    with pytest.raises(ProtocolError, match="fingerprint"):
+        audit(run)
+
+
+def test_truth_of_another_release_is_an_error(slm: Slm, tmp_path: Path) -> None:
+    run = made(tmp_path, slm, Recipe())
+    file = run / "truth" / "silo-1" / "r002-share.json"
+    truth = json.loads(file.read_text(encoding="utf-8"))
+    truth["clusters"] = truth["clusters"][::-1]
+    file.write_text(json.dumps(truth), encoding="utf-8")
+    with pytest.raises(ProtocolError, match="is not the mean of the rows"):
+        audit(run)
+
+
+def test_pool_rows_that_a_silo_has_are_no_controls(slm: Slm, tmp_path: Path) -> None:
+    run = made(tmp_path, slm, Recipe())
+    own = json.loads((run / "truth" / "silo-1" / "rows.jsonl").read_text(encoding="utf-8").split("\n")[0])
+    before = len(Run(run).pool)
+    with (run / "truth" / "pool.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**own, "id": "copy", "text": f" {own['text'].upper()}"}) + "\n")
+    assert len(Run(run).pool) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda run: (run / "result.json").unlink(), "result.json"),
+        (lambda run: (run / "result.json").write_text("{}"), "result.json"),
+        (lambda run: (run / "truth" / "pool.jsonl").unlink(), "pool.jsonl"),
+        (lambda run: (run / "truth" / "pool.jsonl").write_text("no\n"), "line 1"),
+        (lambda run: (run / "truth" / "silo-1" / "r002-share.json").write_text("["), "r002-share.json"),
+        (lambda run: (run / "truth" / "silo-1" / "r002-share.json").unlink(), "which rows"),
+    ],
+)
+def test_a_malformed_folder_is_bad_usage(slm: Slm, tmp_path: Path, damage: object, word: str) -> None:
+    run = made(tmp_path, slm, Recipe())
+    damage(run)  # type: ignore[operator]
+    with pytest.raises(UsageError, match=word) as caught:
+        audit(run)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_an_encoder_that_makes_all_texts_alike_is_an_error(slm: Slm, tmp_path: Path) -> None:
+    state = slm.state()
+    try:
+        slm.load_state({name: np.zeros_like(array) for name, array in state.items()})
+        run = made(tmp_path, slm, Recipe(clusters=1))
+    finally:
+        slm.load_state(state)
+    with pytest.raises(SecureflError, match="would mean nothing"):
+        audit(run)
+
+
+def test_one_of_many_findings_does_not_leak_by_chance(pooled: Path) -> None:
+    """A finding is judged by its own interval, the answers by intervals widened for all findings."""
+    found = audit(pooled).findings[0]
+    run = Run(pooled)
+    recorded = run.releases[0]
+
+    def figure(low: float) -> Figure:
+        # An interval that a level of .05 puts just above one half, and a level of .0025 below it.
+        def interval(alpha: float) -> tuple[float, float]:
+            return low if alpha == 0.05 else low - 0.1, 1.0
+
+        from attacks.adversary import MEMBERSHIP
+        from securefl.release import NonPrivate
+
+        return Figure("membership", 1, MEMBERSHIP, "t", "auc", 0.6, interval, 0.5, None, "none", 99, None,
+                      None, recorded, NonPrivate(reason="x"), {})  # fmt: skip
+
+    result = judge(run, [], Book(figures=[figure(0.51)] + [figure(0.4)] * 19))
+    assert result.findings[0].verdict == "leaks"
+    assert result.verdicts.singling_out == "none_shown"
+    assert found.verdict == "leaks"
+
+
+def test_command_prints_one_json_document(pooled: Path, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "from attacks.cli import main; main()", "run", str(pooled), "--out",
+         str(tmp_path / "out"), "--json"],
+        capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == json.loads((tmp_path / "out" / "audit.json").read_text(encoding="utf-8"))
+
+
+def test_command_prints_a_table(pooled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(cli.app, "securefl-audit", ["run", str(pooled), "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "singling out: leaks" in shown
+    assert "proves nothing" in shown
+
+
+def test_command_ends_with_4_on_a_broken_claim_and_still_writes(
+    slm: Slm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fault: the release claims the noise of its mechanism, and none was added."""
+    recipe = Recipe(noise=3.0, clusters=2, random_groups=True, fault="no noise")
+    run = made(tmp_path, slm, recipe, rows=12)
+    out = tmp_path / "out"
+    code = run_app(cli.app, "securefl-audit", ["run", str(run), "--out", str(out)])
+    written = Audit.model_validate_json((out / "audit.json").read_text(encoding="utf-8"))
+    assert code == 4
+    assert (out / "report.html").is_file()
+    assert any(
+        f.verdict == "violates_claim" and f.cap is not None and f.ci[0] > f.cap for f in written.findings
+    )
+    assert "above the cap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "code"), [("missing", 2), ("changed", 4)])
+def test_command_errors_are_one_sentence(
+    slm: Slm, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, code: int
+) -> None:
+    run = tmp_path / "nothing"
+    if name == "changed":
+        run = made(tmp_path, slm, Recipe())
+        (run / "releases" / "silo-2" / "r002-share-centroids.safetensors").write_bytes(b"\0" * 40)
+    assert run_app(cli.app, "securefl-audit", ["run", str(run), "--out", str(tmp_path / "out")]) == code
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("securefl-audit:")
+    assert "Traceback" not in error
+    assert "\n" not in error
+    assert not (tmp_path / "out").exists()
