@@ -70,7 +70,7 @@ def split_pool(pool: Texts, seed: int) -> tuple[Texts, Texts]:
     return pool.take(ranked[::2]), pool.take(ranked[1::2])
 
 
-def audit(run_dir: Path, out: Path | None = None, progress: Progress | None = None) -> Audit:
+def audit(run_dir: Path | str, out: Path | str | None = None, progress: Progress | None = None) -> Audit:
     """Attack every recorded centroid release of a run. Deterministic in the run's seed.
 
     out: a folder for audit.json and report.html (audit.html inside the run's own folder), each written whole
@@ -81,7 +81,7 @@ def audit(run_dir: Path, out: Path | None = None, progress: Progress | None = No
     """
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise UsageError(f"{out}: is a file; name a folder for the audit")
-    run = Run(run_dir)
+    run = Run(Path(run_dir))
     book, inventory, scenes = Book(), [], []
     views = _Views()
     say: Progress = progress or (lambda _share, _what: None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,8 @@ app = typer.Typer(
 ledger_app = typer.Typer(no_args_is_help=True, help="Check a silo's record of what left it.")
 app.add_typer(ledger_app, name="ledger")
 
-OUT = Console(soft_wrap=False, width=None)
+# A pipe has no width of its own; the tables are made for 110 columns.
+OUT = Console(width=None if sys.stdout.isatty() else 110)
 ERR = Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
@@ -125,6 +127,8 @@ def _root(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Threads that wait for each other by spinning make training several times slower on a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Deprecations between the libraries below us are no news to a user.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 @app.command(epilog="Example: securefl demo --out my-demo")

@@ -211,8 +211,9 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
     return config
 
 
-def load_config(path: Path) -> Config:
+def load_config(path: Path | str) -> Config:
     """Read a TOML file. Raises ConfigError or NotAvailable with one sentence."""
+    path = Path(path)
     try:
         document = tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:

@@ -11,26 +11,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from securefl.config import PERMIT_EMBEDDINGS, Config, parse_config
 from securefl.data import Corpus, load_corpus
 from securefl.memo import TrainingMemo
-from securefl.recording import RunFolder
+from securefl.recording import RunFolder, link_duplicates
 from securefl.result import Result
 from securefl.simulation import Progress, Simulation, Workbench, work_units
 
 AUDIT_UNITS = 12.0
 ALPHA = 0.3
+REFERENCE = "fedavg"  # the run that later ones are compared with, besides each silo alone
 PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "min_size": 4}
 # In the form that SmolLM2-Instruct was tuned on: after a plain "A report about X:" it often leaves X.
 PROMPTS = {
     label: f"<|im_start|>user\nWrite one sentence from a BBC news report about {what}.<|im_end|>\n"
     "<|im_start|>assistant\n"
     for label, what in {
-        "business": "a company, its profits or the economy",
-        "entertainment": "a film, a band, an actor or a television show",
-        "politics": "the British government, a minister or an election",
-        "sports": "a football, rugby, tennis or athletics match",
-        "tech": "computers, software, video games, mobile phones or the internet",
+        "business": "a company or the economy",
+        "entertainment": "a film, a band or an actor",
+        "politics": "a British minister or an election",
+        "sports": "a football, rugby or tennis match",
+        "tech": "software, video games or the internet",
     }.items()
 }
 
@@ -41,14 +45,20 @@ def _base() -> dict[str, Any]:
         "data": {
             "train": "builtin:bbc-news",
             "test": "builtin:bbc-news",
-            "train_rows": 400,
-            "test_rows": 240,
+            "train_rows": 320,
+            "test_rows": 200,
             "pool_rows": 400,
-            "split": {"by": "dirichlet", "silos": 4, "alpha": ALPHA, "min_rows": 40},
+            "split": {"by": "dirichlet", "silos": 4, "alpha": ALPHA, "min_rows": 32},
         },
-        "slm": {"models": ["builtin:minilm"], "max_length": 48, "epochs": 3, "round_epochs": 1},
+        "slm": {"models": ["builtin:minilm"], "max_length": 32, "epochs": 3, "round_epochs": 1},
         "fedkc": {"clusters": 5, "alpha": 0.5},
-        "crosslm": {"synthetic": 64, "max_new_tokens": 24, "top_p": 0.9, "prompts": PROMPTS},
+        "crosslm": {
+            "synthetic": 64,
+            "max_new_tokens": 20,
+            "top_p": 0.9,
+            "evaluate_rows": 24,
+            "prompts": PROMPTS,
+        },
     }
 
 
@@ -114,16 +124,27 @@ def run_demo(
     say(describe(corpus, configs))
     folder.open()
     memo, workbench, results = TrainingMemo(folder.state), Workbench(), []
+    answers: dict[str, NDArray[np.bool_]] = {}
     for name, config in configs.items():
 
         def tick(amount: float, what: str, run: str = name) -> None:
             progress(amount, f"{run}: {what}")
 
         simulation = Simulation(
-            config, corpus, folder.path / name, workbench=workbench, memo=memo, progress=tick, name=name
+            config,
+            corpus,
+            folder.path / name,
+            workbench=workbench,
+            memo=memo,
+            progress=tick,
+            name=name,
+            compare={REFERENCE: answers[REFERENCE]} if REFERENCE in answers else {},
         )
         results.append(simulation.run())
+        answers[name] = simulation.answers
         if config.federation.method == "fedkc":
             audit(folder.path / name, name)
             progress(AUDIT_UNITS, f"{name}: attacked")
+    # Every method starts from the same models, so a third of the files are the same bytes.
+    link_duplicates(sorted(folder.path.glob("*/releases/*/*-model.safetensors")))
     return results

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,17 +100,15 @@ class RunFolder:
         self.path.replace(self.out)
 
 
-def link_duplicates(folders: Sequence[Path], name: str = "model.safetensors") -> None:
-    """Silos that end with the same weights share one file on disk."""
+def link_duplicates(files: Sequence[Path]) -> None:
+    """Let files of the same bytes share their place on disk, as silos that end with the same weights do."""
     seen: dict[bytes, Path] = {}
-    for folder in folders:
-        path = folder / name
-        if not path.is_file():
-            continue
+    for path in files:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").digest()
         if digest in seen:
-            path.unlink()
-            os.link(seen[digest], path)
+            twin = path.with_name(f".{path.name}.link")
+            twin.hardlink_to(seen[digest])
+            twin.replace(path)
         else:
             seen[digest] = path

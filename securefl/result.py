@@ -87,7 +87,10 @@ class ServerRow(_Row):
 
 
 class Result(_Row):
-    """The whole of result.json. `schema_` is written as `schema`."""
+    """The whole of result.json. `schema_` is written as `schema`.
+
+    difference: to each silo alone (None for standalone). against: to other runs on the same rows, by name.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -101,6 +104,7 @@ class Result(_Row):
     clients: list[ClientRow]
     server: ServerRow
     difference: Difference | None
+    against: dict[str, Difference] = {}
     test_rows: int
     seconds: float
     peak_memory_bytes: int

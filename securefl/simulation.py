@@ -109,18 +109,20 @@ class Simulation:
 
     config, corpus: what and on whose rows. out: the folder to make (see `recording`). workbench: shared
     between runs. memo: where finished trainings are kept, by default inside the run. meddler: what an
-    attacker does to answers on the wire (tests). progress: called with (units done, what).
+    attacker does to answers on the wire (tests). progress: called with (units done, what). compare: answers
+    of earlier runs on the same test rows, by name. answers: (silos, n) right or wrong, after `run`.
     """
 
     config: Config
     corpus: Corpus
-    out: Path
+    out: Path | str
     workbench: Workbench = field(default_factory=Workbench)
     memo: TrainingMemo | None = None
     resume: bool = False
     meddler: Meddler | None = None
     progress: Progress = _quiet
     name: str | None = None
+    compare: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.out = Path(self.out)
@@ -399,12 +401,11 @@ class Simulation:
         test = self.corpus.test
         right = {name: self.workbench.answers(client.slm, test) for name, client in self.clients.items()}
         base = {name: self.workbench.answers(slm, test) for name, slm in alone.items()}
-        method = self.config.federation.method
+        method, seed = self.config.federation.method, self.config.federation.seed
+        self.answers = np.stack(list(right.values()))
         difference = None
         if method != "standalone":
-            difference = paired_difference(
-                np.stack(list(right.values())), np.stack(list(base.values())), self.config.federation.seed
-            )
+            difference = paired_difference(self.answers, np.stack(list(base.values())), seed)
         return Result(
             method=method,
             name=self.name or method,
@@ -420,6 +421,9 @@ class Simulation:
             ],
             server=server,
             difference=difference,
+            against={
+                name: paired_difference(self.answers, other, seed) for name, other in self.compare.items()
+            },
             test_rows=len(test),
             seconds=round(time.monotonic() - started, 3),
             peak_memory_bytes=peak_memory(),
@@ -462,14 +466,12 @@ class Simulation:
         )
 
     def _write_models(self, result: Result) -> None:
-        folders = []
         for row in result.clients:
             slm = self.clients[row.name].slm
             folder = self.folder.path / "models" / row.name
             folder.parent.mkdir(exist_ok=True)
             slm.save(folder, model_card(slm, row, result.method, result.test_rows))
-            folders.append(folder)
-        link_duplicates(folders)
+        link_duplicates(sorted((self.folder.path / "models").glob("*/model.safetensors")))
 
 
 def peak_memory() -> int:

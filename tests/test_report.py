@@ -388,9 +388,16 @@ def test_terminal_tables_fit_a_hundred_columns() -> None:
         "0.741",
         "0.727",
         "+0.028",
-        "within",
-        "noise",
+        "~",
     ]
+    assert "~: within noise" in text
+    other = results[1].difference
+    assert other is not None
+    compared = [results[0], results[1].model_copy(update={"against": {"first": other}})]
+    text = printed(accuracy_table(compared))
+    assert "against first" in text
+    row = next(line for line in text.splitlines() if compared[1].name in line).split()
+    assert row.count(f"{other.value:+.3f}") == 2
     text = printed(departures_table(results))
     assert re.search(r"pooled averages +the other silos +8 +79\.0 kB +ε 7\.88 simulated", text)
     assert re.search(r"standalone +nothing", text)

@@ -30,7 +30,7 @@ from securefl.report.page import (
     signed,
     size,
 )
-from securefl.result import ClientRow, Result
+from securefl.result import ClientRow, Difference, Result
 
 _MOST_PANELS = 9
 _MOST_TEXTS = 20
@@ -42,16 +42,33 @@ def _interval_cell(value: float, ends: tuple[float, float]) -> Cell:
     return Cell(accuracy(value), interval(ends))
 
 
-def difference_cells(result: Result) -> tuple[Cell, Cell]:
-    """The mean difference to training alone with its interval, and how to read it."""
-    if result.difference is None:
+def difference_cells(difference: Difference | None) -> tuple[Cell, Cell]:
+    """A mean difference of accuracies with its interval, and how to read it."""
+    if difference is None:
         return Cell("–"), Cell("–")
-    if result.difference.within_noise:
+    if difference.within_noise:
         badge = Badge("within noise", "caution")
     else:
-        badge = Badge("better", "good") if result.difference.value > 0 else Badge("worse", "bad")
-    value = Cell(signed(result.difference.value), interval(result.difference.interval, signed))
-    return value, Cell("", badges=(badge,))
+        badge = Badge("better", "good") if difference.value > 0 else Badge("worse", "bad")
+    return Cell(signed(difference.value), interval(difference.interval, signed)), Cell("", badges=(badge,))
+
+
+def references(results: Sequence[Result]) -> list[str]:
+    """The runs that others are compared with."""
+    return list(dict.fromkeys(name for result in results for name in result.against))
+
+
+def _against_table(results: Sequence[Result]) -> list[Block]:
+    """A row for each run that is compared with another one on the same test rows."""
+    rows = [
+        (Cell(run_name(r), full=r.name), clean(name, 40), *difference_cells(difference))
+        for r in results
+        for name, difference in r.against.items()
+    ]
+    if not rows:
+        return []
+    heads = ("Run", "Compared with", "Mean difference", "Reading")
+    return [Table("Run against run, on the same test rows", heads, tuple(rows), frozenset({2}))]
 
 
 def silo_names(results: Sequence[Result]) -> list[str]:
@@ -111,7 +128,7 @@ def _accuracy_matrix(results: Sequence[Result]) -> Table:
             cells.append(
                 "–" if client is None else _interval_cell(client.test_accuracy, client.test_interval)
             )
-        cells += [accuracy(digest.mean_accuracy(r)), *difference_cells(r)]
+        cells += [accuracy(digest.mean_accuracy(r)), *difference_cells(r.difference)]
         cells += [accuracy(r.server.test_accuracy)] if served else []
         rows.append(tuple(cells))
     columns = ("Run", *(clean(silo, 32) for silo in silos), "Mean", "Against alone", "Read as")
@@ -155,6 +172,7 @@ def accuracy_section(results: Sequence[Result]) -> Section:
             text = f"The server's model scores {accuracy(results[0].server.test_accuracy)} on the same texts."
             blocks.append(Paragraph(text))
     else:
+        blocks += _against_table(results)
         blocks.append(Fold("Silo by silo, beside training alone", (_silo_accuracy(results),)))
     return Section("Accuracy", tuple(blocks))
 

@@ -22,6 +22,7 @@ from securefl.report.chapters import (
     data_section,
     difference_cells,
     language_section,
+    references,
     rounds_section,
     silo_names,
 )
@@ -47,7 +48,7 @@ from securefl.report.page import (
     size,
     write_page,
 )
-from securefl.result import Result
+from securefl.result import Difference, Result
 
 WORDS = (
     ("Silo", "An institution with its own texts, which never leave it."),
@@ -110,7 +111,7 @@ def _opening(results: Sequence[Result], extra: Sequence[Section]) -> Section:
             describe(r),
             str(len(r.rounds)),
             accuracy(digest.mean_accuracy(r)),
-            *difference_cells(r),
+            *difference_cells(r.difference),
         )
         for r in results
     )
@@ -245,7 +246,10 @@ def plain_table(title: str, columns: Sequence[tuple[str, bool]], rows: Iterable[
     )
     for heading, right in columns:
         table.add_column(
-            Text(clean(heading, 24)), justify="right" if right else "left", overflow="fold", no_wrap=right
+            Text(clean(heading, 24)),
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=right or heading in ("run", "silo", "verdict"),
         )
     for row in rows:
         table.add_row(*(Text(clean(cell, 120)) for cell in row))
@@ -254,20 +258,30 @@ def plain_table(title: str, columns: Sequence[tuple[str, bool]], rows: Iterable[
 
 def accuracy_table(results: Sequence[Result]) -> RichTable:
     """Test accuracy: a row a run, a column a silo (lowest and highest where there are more than six)."""
-    silos = silo_names(results)
+    silos, others = silo_names(results), references(results)
     wide = len(silos) <= 6
     heads = [clean(silo, 12) for silo in silos] if wide else ["lowest", "highest"]
     rows = []
     for r in results:
         found = [None if (c := client_row(r, silo)) is None else c.test_accuracy for silo in silos]
         known = [value for value in found if value is not None]
-        change = "–" if r.difference is None else signed(r.difference.value)
-        noise = " within noise" if r.difference is not None and r.difference.within_noise else ""
+        changes = [r.difference, *(r.against.get(name) for name in others)]
         shown = found if wide else [min(known), max(known)]
         mean = accuracy(digest.mean_accuracy(r))
-        rows.append([clean(r.name or r.method, 26), *map(accuracy, shown), mean, change + noise])
+        rows.append([clean(r.name or r.method, 26), *map(accuracy, shown), mean, *map(_change, changes)])
     columns = [("run", False), *((head, True) for head in heads), ("mean", True), ("against alone", False)]
-    return plain_table("Test accuracy", columns, rows)
+    columns += [(f"against {clean(name, 16)}", False) for name in others]
+    table = plain_table("Test accuracy", columns, rows)
+    if any("~" in row[-1] or "~" in row[len(heads) + 2] for row in rows):
+        table.caption = Text("~: within noise, its 95 % interval over test rows holds 0")
+        table.caption_justify = "left"
+    return table
+
+
+def _change(difference: Difference | None) -> str:
+    if difference is None:
+        return "–"
+    return signed(difference.value) + (" ~" if difference.within_noise else "")
 
 
 def departures_table(results: Sequence[Result]) -> RichTable:
