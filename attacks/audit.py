@@ -29,9 +29,9 @@ from attacks.figures import (
 from attacks.findings import Audit, AuditedRelease
 from attacks.judgement import Book, attacks_left, judge
 from attacks.runs import CENTROIDS, Recorded, Run, Texts, open_release
-from securefl.client import public_seeds
 from securefl.errors import ProtocolError, UsageError
 from securefl.files import write_atomic
+from securefl.local import public_seeds
 from securefl.models import Slm
 from securefl.release import GaussianSums, NonPrivate, PayloadKind, Release, canonical_json
 from securefl.training import embed, probabilities

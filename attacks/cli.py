@@ -5,46 +5,22 @@ Exit codes are those of `securefl`; 4 also where a finding violates its claim, a
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from securefl import __version__
-from securefl.cli import ERR, OUT, progress_bar, run_app
+from securefl.cli import ERR, OUT, new_app, progress_bar, run_app
 
 VIOLATION = 4
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    help="Measure what an attacker could read from what left the silos.",
-)
+app = new_app("securefl-audit", "Measure what an attacker could read from what left the silos.")
 
 
 def main() -> None:
     """Entry point of the `securefl-audit` command."""
     sys.exit(run_app(app, "securefl-audit"))
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        sys.stdout.write(f"securefl-audit {__version__}\n")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[  # noqa: ARG001 - its callback acts
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Measure what an attacker could read from what left the silos."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @app.command(epilog="Example: securefl-audit run my-run --out my-run-audit")

@@ -5,16 +5,15 @@ Decides nothing from a text or a file: figures in, an `Audit` out.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
 from attacks.bounds import ALPHA
 from attacks.figures import MEMBERSHIP_RATIO, TOKEN_RECOVERY, Figure
 from attacks.findings import Audit, AuditedRelease, Bound, NotRun, Verdict, Verdicts
 from attacks.runs import CENTROIDS, Recorded, Run
 from securefl.release import PayloadKind
+from securefl.result import versions
 
 LIBRARIES = ("securefl", "torch", "transformers", "scikit-learn", "scipy", "numpy")
 _SEVERITY: tuple[Verdict, ...] = ("none_shown", "leaks", "violates_claim")
@@ -97,15 +96,5 @@ def judge(run: Run, inventory: list[AuditedRelease], book: Book) -> Audit:
         bounds=book.bounds,
         verdicts=Verdicts(**{question: worst(found) for question, found in answers.items()}),
         not_run=book.not_run,
-        versions=_versions(),
+        versions=versions(LIBRARIES),
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found

@@ -31,13 +31,39 @@ from rich.progress import (
 from securefl import __version__
 from securefl.errors import Refused, SecureflError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    help="Train language models across institutions that may not pool their text.",
-)
+
+def new_app(program: str, purpose: str) -> typer.Typer:
+    """A typer application with --version and quiet libraries; securefl-audit is made by it too."""
+    application = typer.Typer(
+        no_args_is_help=True,
+        add_completion=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        help=purpose,
+    )
+
+    def show_version(asked: bool) -> None:
+        if asked:
+            sys.stdout.write(f"{program} {__version__}\n")
+            raise typer.Exit
+
+    @application.callback(help=purpose)
+    def root(
+        # Not in Annotated: that is read as text, in which `show_version` has no meaning.
+        version: bool = typer.Option(  # noqa: ARG001 - its callback acts
+            False, "--version", callback=show_version, is_eager=True, help="Print the version."
+        ),
+    ) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # Threads that wait by spinning make training several times slower on a shared machine.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # Deprecations between the libraries below us are no news to a user.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+
+    return application
+
+
+app = new_app("securefl", "Train language models across institutions that may not pool their text.")
 ledger_app = typer.Typer(no_args_is_help=True, help="Check a silo's record of what left it.")
 app.add_typer(ledger_app, name="ledger")
 
@@ -109,26 +135,6 @@ def progress_bar(total: float) -> Iterator[Callable[[float, str], None]]:
 
         yield move
         bar.update(task, completed=total)
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        sys.stdout.write(f"securefl {__version__}\n")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[  # noqa: ARG001 - its callback acts
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Train language models across institutions that may not pool their text."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Threads that wait for each other by spinning make training several times slower on a shared machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Deprecations between the libraries below us are no news to a user.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 @app.command(epilog="Example: securefl demo --out my-demo")

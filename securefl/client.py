@@ -7,14 +7,12 @@ prints nothing and keeps no global state.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from securefl.config import Config
@@ -32,20 +30,20 @@ from securefl.errors import (
     WrongShape,
 )
 from securefl.ledger import Ledger
-from securefl.messages import Header, Party, RoundPlan, Step
-from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
+from securefl.local import (
+    CentroidJob,
+    LocalTraining,
+    SiloData,
+    derive_seed,
+    knowledge_of,
+    release_centroids,
+    train_locally,
+)
+from securefl.messages import FedKcTerms, Header, Party, RoundPlan, Step
+from securefl.methods.fedkc import Knowledge
 from securefl.models import Slm
 from securefl.policy import Policy
-from securefl.privacy import (
-    LocalResult,
-    Noise,
-    calibrate_centroids,
-    nearest_seed,
-    release_means,
-    release_metrics,
-    release_model,
-    release_noisy_sums,
-)
+from securefl.privacy import LocalResult, Noise, release_metrics, release_model
 from securefl.release import (
     Body,
     PayloadKind,
@@ -59,20 +57,12 @@ from securefl.release import (
     fingerprint,
     release_from,
 )
-from securefl.training import embed, fit, head_probabilities, probabilities
+from securefl.training import embed, probabilities
 
 log = logging.getLogger(__name__)
 
 ORDER = tuple(Step)
 SEED_TEXTS = ("{}", "a text about {}", "news about {}", "the topic is {}", "{}, in short", "more on {}")
-
-
-@dataclass(frozen=True, repr=False)
-class SiloData:
-    """A silo's rows: those it trains on, and those it keeps from training to judge models."""
-
-    train: Rows
-    validation: Rows
 
 
 class Witness(Protocol):
@@ -81,60 +71,6 @@ class Witness(Protocol):
     def __call__(
         self, client: str, plan: RoundPlan, kind: PayloadKind, body: bytes, evidence: Mapping[str, Any]
     ) -> None: ...
-
-
-class LocalTraining(Protocol):
-    """Trains `slm` in place; a simulation passes one that remembers results."""
-
-    def __call__(
-        self,
-        slm: Slm,
-        rows: Rows,
-        config: Config,
-        epochs: int,
-        seed: int,
-        knowledge: Sequence[Knowledge] = (),
-    ) -> None: ...
-
-
-def train_locally(
-    slm: Slm, rows: Rows, config: Config, epochs: int, seed: int, knowledge: Sequence[Knowledge] = ()
-) -> None:
-    """Fine-tune on a silo's rows; with knowledge, plus alpha times the consistency loss (8) of FedKC."""
-    terms = config.fedkc
-
-    def consistency(model: Slm) -> Any:
-        return terms.alpha * consistency_loss(model, knowledge, terms.weights)
-
-    fit(
-        slm,
-        rows,
-        epochs=epochs,
-        batch_size=config.slm.batch_size,
-        learning_rate=config.slm.learning_rate,
-        head_learning_rate=config.slm.head_learning_rate,
-        seed=seed,
-        consistency=consistency if knowledge else None,
-    )
-
-
-def derive_seed(*parts: object) -> int:
-    """A 31-bit seed from the run's seed and names; the same everywhere, unlike `hash`."""
-    return (
-        int.from_bytes(hashlib.sha256(canonical_json([str(part) for part in parts])).digest()[:4], "big") >> 1
-    )
-
-
-def public_seeds(slm: Slm, clusters: int) -> tuple[list[str], NDArray[np.float32]]:
-    """q short public texts made from the label names and their pooled vectors (q, d) under `slm`.
-
-    A private release may only partition rows by what is public; the names of the labels are.
-    """
-    texts = [
-        SEED_TEXTS[(i // len(slm.labels)) % len(SEED_TEXTS)].format(slm.labels[i % len(slm.labels)])
-        for i in range(clusters)
-    ]
-    return texts, np.asarray(embed(slm, texts, "pooled"), np.float32)
 
 
 @dataclass
@@ -249,7 +185,7 @@ class Client:
         if plan.fedkc is None:
             raise MalformedEnvelope("a plan to share knowledge does not say how")
         peers = [self._peer(party) for party in plan.cohort if party.name != self.identity.name]
-        release, clusters = self._centroids(plan)
+        release, clusters = self._centroids(plan, plan.fedkc)
         return self._release(release, plan, peers, {"clusters": clusters})
 
     def _peer(self, party: Party) -> Card:
@@ -259,42 +195,12 @@ class Client:
             raise UnknownSender(f"the plan names {party.name} with a key that is not in this silo's roster")
         return card
 
-    def _centroids(self, plan: RoundPlan) -> tuple[Release, list[list[str]]]:
-        """This silo's centroids of its training rows under the round's model, and the row ids of each."""
-        terms, rows = plan.fedkc, self.data.train
-        assert terms is not None
+    def _centroids(self, plan: RoundPlan, terms: FedKcTerms) -> tuple[Release, list[list[str]]]:
         info = {**self._info(plan), "encoder": fingerprint(self.slm.state()), "compose": terms.compose}
-        pooled = embed(self.slm, rows.texts, "pooled")
-        predictions = head_probabilities(self.slm, pooled)
-        mask: NDArray[Any] | None = None
-        vectors = pooled
-        if terms.compose == "embeddings":
-            vectors, mask = embed(self.slm, rows.texts, "embeddings")
-        privacy = self.config.privacy.centroids
-        if not privacy.noised:
-            seed = derive_seed(self.config.federation.seed, self.identity.name, plan.round, "kmeans")
-            assignment = cluster(pooled, terms.clusters, seed)
-            means, members = compose(vectors, mask, predictions, assignment, privacy.min_size)
-            local = LocalResult(means.tensors(), len(rows))
-            release = release_means(local, info, privacy.min_size)
-        else:
-            texts, seeds = public_seeds(self.slm, terms.clusters)
-            clip = privacy.clip if privacy.clip is not None else self._public_clip(texts, terms.compose)
-            # Rounds after the first share once each: the budget of the run is theirs together.
-            mechanism = calibrate_centroids(privacy, clip, plan.rounds - 1)
-            assignment = nearest_seed(pooled, seeds)
-            local = LocalResult({"vectors": vectors, "predictions": predictions}, len(rows))
-            release, kept = release_noisy_sums(local, assignment, terms.clusters, mechanism, self.noise, info)
-            members = [np.flatnonzero(assignment == seed) for seed in kept]
-        return release, [[rows.ids[i] for i in group] for group in members]
-
-    def _public_clip(self, texts: Sequence[str], layer: str) -> float:
-        """The typical norm of public texts' vectors; a whole matrix is taken as full to max_length."""
-        if layer == "pooled":
-            return float(np.median(np.linalg.norm(embed(self.slm, texts, "pooled"), axis=1)))
-        vectors, mask = embed(self.slm, texts, "embeddings")
-        token = np.median(np.linalg.norm(vectors, axis=2)[mask > 0])
-        return float(token * np.sqrt(self.slm.max_length))
+        seed = derive_seed(self.config.federation.seed, self.identity.name, plan.round, "kmeans")
+        # Rounds after the first share once each: the budget of the run is theirs together.
+        job = CentroidJob(terms, self.config.privacy.centroids, plan.rounds - 1, seed, self.noise)
+        return release_centroids(self.slm, self.data.train, job, info)
 
     def _train(self, plan: RoundPlan, body: Body) -> bytes:
         knowledge = self._knowledge(plan, body)
@@ -309,7 +215,7 @@ class Client:
         if terms is None or plan.round == 1:
             return []
         if terms.source == "own":
-            release, _ = self._centroids(plan)
+            release, _ = self._centroids(plan, terms)
             return [knowledge_of(release)]
         found = []
         if len(set(plan.relayed)) != len(plan.relayed):
@@ -415,9 +321,3 @@ class Client:
             time=int(self.clock()),
         )
         return envelope.seal(body, header, self.identity, recipients)
-
-
-def knowledge_of(release: Release) -> Knowledge:
-    """A centroid release as the arrays of the consistency loss."""
-    held = release.tensors
-    return Knowledge(held["centroids"], held.get("mask"), held["predictions"], held["sizes"])

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from securefl.config import PERMIT_EMBEDDINGS, Config, parse_config
 from securefl.data import Corpus, load_corpus
-from securefl.memo import TrainingMemo
 from securefl.recording import RunFolder, link_duplicates
 from securefl.result import Result
-from securefl.simulation import Progress, Simulation, Workbench, work_units
+from securefl.simulation import Progress, Simulation, work_units
+from securefl.workbench import TrainingMemo, Workbench
 
 AUDIT_UNITS = 12.0
 ALPHA = 0.3

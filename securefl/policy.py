@@ -16,12 +16,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from securefl.account import Account
-from securefl.config import PERMIT_EMBEDDINGS
+from securefl.config import PERMIT_EMBEDDINGS, Config
 from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal, UsageError
 from securefl.files import read_limited, write_atomic
 from securefl.messages import FINGERPRINT, NAME, Party, RoundPlan
 from securefl.privacy import gaussian_epsilon
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, Release
+from securefl.release import GaussianSums, Limits, NonPrivate, PayloadKind, Release
 
 _CENTROIDS = (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS)
 _MAX_FILE = 2**20
@@ -221,3 +221,36 @@ class Policy(BaseModel):
         # Written so that NaN, which is not below anything, is refused too.
         if not bool(np.all(sizes >= self.min_cluster_size)):
             self._refuse("min_cluster_size", f"a centroid stands for fewer than {self.min_cluster_size} rows")
+
+
+def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str], base: str) -> Policy:
+    """The policy of a silo in a simulation: what the configuration needs, and nothing more.
+
+    server, peers: fingerprints of their cards; base: SHA-256 of the checkpoint.
+    """
+    method = config.federation.method
+    kinds: list[PayloadKind] = []
+    if method != "standalone":
+        kinds += [PayloadKind.MODEL, PayloadKind.METRICS]
+    nonprivate = list(kinds)
+    if method == "fedkc" and config.fedkc.source == "peers":
+        layered = config.fedkc.compose == "embeddings"
+        kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
+        if not config.privacy.centroids.noised:
+            nonprivate.append(kinds[-1])
+    return Policy(
+        name=name,
+        simulation=True,
+        servers=(server,),
+        peers=tuple(peers),
+        kinds=tuple(kinds),
+        nonprivate=tuple(nonprivate),
+        model_protections=("sealed",),
+        centroid_protections=("peer",),
+        min_cluster_size=config.privacy.centroids.min_size,
+        max_epsilon=config.policy.max_epsilon,
+        delta=config.privacy.centroids.delta,
+        max_release_bytes=Limits().max_bytes,
+        base_models=(base,),
+        allow_embedding_centroids=config.policy.allow_embedding_centroids,
+    )

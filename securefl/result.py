@@ -5,6 +5,9 @@ Fields may be added, none renamed or removed; `securefl.result/1` stays the name
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -112,3 +115,14 @@ class Result(_Row):
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=2)
+
+
+def versions(libraries: Sequence[str]) -> dict[str, str]:
+    """Versions of Python and of the installed packages that the numbers depend on."""
+    found = {"python": platform.python_version()}
+    for name in libraries:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

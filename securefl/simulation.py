@@ -7,85 +7,44 @@ alone may see the rows and the results of all; what it writes for the auditor is
 from __future__ import annotations
 
 import copy
-import hashlib
-import platform
 import resource
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.client import Client, SiloData, derive_seed
+from securefl.client import Client
 from securefl.config import AVERAGING, PERMIT_EMBEDDINGS, Config
 from securefl.crosslm_worker import CrossLmWorker
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, Rows
 from securefl.errors import NotAvailable, PolicyRefusal, ProtocolError, Refused, TooFewSilos
 from securefl.ledger import Ledger
-from securefl.memo import TrainingMemo
+from securefl.local import SiloData, derive_seed
 from securefl.messages import Step
 from securefl.model_card import model_card
-from securefl.models import Slm, base_fingerprint, load_slm
-from securefl.policy import Policy
+from securefl.models import Slm
+from securefl.policy import simulated_policy
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, link_duplicates
-from securefl.release import PayloadKind, fingerprint
-from securefl.result import ClientRow, ReleaseRow, Result, RoundRow, ServerRow
+from securefl.result import ClientRow, ReleaseRow, Result, RoundRow, ServerRow, versions
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
-from securefl.training import probabilities
 from securefl.transport.memory import Meddler, MemoryTransport
+from securefl.workbench import TrainingMemo, Workbench
 
 SERVER = "server"
 LIBRARIES = ("securefl", "torch", "transformers", "peft", "sentence-transformers", "cryptography", "numpy")
-MAX_RELEASE_BYTES = 512 * 2**20
 Progress = Callable[[float, str], None]
 
 
 def _quiet(amount: float, what: str) -> None:
     """The progress of a caller who wants none."""
-
-
-@dataclass
-class Workbench:
-    """What the runs of one process share: loaded checkpoints, answers of a model on the test rows.
-
-    Nothing here depends on a method, so sharing changes time and not results.
-    """
-
-    _loaded: dict[str, tuple[Slm, str]] = field(default_factory=dict)
-    _answers: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
-
-    def slm(self, name: str, labels: tuple[str, ...], config: Config) -> tuple[Slm, str]:
-        """A fresh copy of a checkpoint with the run's initial head, and the hash of its files."""
-        terms = config.slm
-        seed = config.federation.seed
-        key = repr((name, labels, terms.max_length, terms.train_embeddings, seed))
-        if key not in self._loaded:
-            model = load_slm(
-                name,
-                labels,
-                max_length=terms.max_length,
-                train_embeddings=terms.train_embeddings,
-                seed=derive_seed(seed, "head"),
-            )
-            self._loaded[key] = (model, base_fingerprint(name))
-        model, base = self._loaded[key]
-        return copy.deepcopy(model), base
-
-    def answers(self, slm: Slm, rows: Rows) -> NDArray[np.bool_]:
-        """(n,) whether the model is right on each test row."""
-        key = hashlib.sha256(repr((slm.name, fingerprint(slm.state()), rows.ids)).encode()).hexdigest()
-        if key not in self._answers:
-            self._answers[key] = probabilities(slm, rows.texts).argmax(axis=1) == rows.labels
-        return self._answers[key]
 
 
 def work_units(config: Config, silos: int) -> float:
@@ -153,36 +112,6 @@ class Simulation:
                 "name one for all, or one for each"
             )
 
-    def policy_for(self, name: str, server: str, peers: tuple[str, ...], base: str) -> Policy:
-        """The policy that a silo of this simulation has: what the configuration needs, and nothing more."""
-        config = self.config
-        method = config.federation.method
-        kinds: list[PayloadKind] = []
-        if method != "standalone":
-            kinds += [PayloadKind.MODEL, PayloadKind.METRICS]
-        nonprivate = list(kinds)
-        if method == "fedkc" and config.fedkc.source == "peers":
-            layered = config.fedkc.compose == "embeddings"
-            kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
-            if not config.privacy.centroids.noised:
-                nonprivate.append(kinds[-1])
-        return Policy(
-            name=name,
-            simulation=True,
-            servers=(server,),
-            peers=peers,
-            kinds=tuple(kinds),
-            nonprivate=tuple(nonprivate),
-            model_protections=("sealed",),
-            centroid_protections=("peer",),
-            min_cluster_size=config.privacy.centroids.min_size,
-            max_epsilon=config.policy.max_epsilon,
-            delta=config.privacy.centroids.delta,
-            max_release_bytes=MAX_RELEASE_BYTES,
-            base_models=(base,),
-            allow_embedding_centroids=config.policy.allow_embedding_centroids,
-        )
-
     def _make_clients(self, run: str, server: Identity) -> None:
         config, corpus = self.config, self.corpus
         identities = {name: Identity.generate(name) for name in corpus.train}
@@ -190,8 +119,8 @@ class Simulation:
         models = config.slm.models
         for index, (name, identity) in enumerate(identities.items()):
             slm, base = self.workbench.slm(models[index % len(models)], corpus.labels, config)
-            peers = tuple(card.fingerprint for other, card in cards.items() if other != name)
-            policy = self.policy_for(name, server.card.fingerprint, peers, base)
+            peers = [card.fingerprint for other, card in cards.items() if other != name]
+            policy = simulated_policy(config, name, server.card.fingerprint, peers, base)
             self.folder.text(f"policy/{name}.toml", policy.to_toml())
             self.folder.text(f"cards/{name}.json", identity.card.model_dump_json(indent=2))
             ledger_path = self.folder.path / "ledger" / f"{name}.jsonl"
@@ -427,7 +356,7 @@ class Simulation:
             test_rows=len(test),
             seconds=round(time.monotonic() - started, 3),
             peak_memory_bytes=peak_memory(),
-            versions=versions(),
+            versions=versions(LIBRARIES),
         )
 
     def _client_row(self, client: Client, right: NDArray[np.bool_], baseline: float, sent: int) -> ClientRow:
@@ -478,14 +407,3 @@ def peak_memory() -> int:
     """Peak resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that the numbers depend on."""
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from securefl.client import Client, LocalTraining, SiloData, train_locally
+from securefl.client import Client
 from securefl.config import Config, parse_config
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, load_corpus
 from securefl.ledger import Ledger
+from securefl.local import LocalTraining, SiloData, train_locally
 from securefl.models import base_fingerprint, load_slm
 from securefl.policy import Policy
 from securefl.privacy import noise_source

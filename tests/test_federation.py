@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from securefl.client import train_locally
 from securefl.crypto import envelope
 from securefl.crypto.identity import Identity
 from securefl.errors import (
@@ -31,6 +30,7 @@ from securefl.errors import (
     WrongShape,
 )
 from securefl.ledger import verify_ledger
+from securefl.local import train_locally
 from securefl.messages import Party, Step
 from securefl.release import NonPrivate, PayloadKind, Release, encode_release
 from tests.federation import Parties, make_parties, tiny_config

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from securefl.client import public_seeds
 from securefl.config import CentroidPrivacy, parse_config
 from securefl.data import Corpus, Rows
+from securefl.local import public_seeds
 from securefl.messages import RoundPlan, Step
 from securefl.methods.fedkc import cluster, compose
 from securefl.models import Slm, base_fingerprint

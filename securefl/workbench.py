@@ -1,27 +1,65 @@
-"""Finished local trainings, kept by content: the same start, rows and seed give the same weights.
+"""What the runs of one process share: loaded checkpoints, finished local trainings, answers on test rows.
 
 A simulation asks for the same training more than once (a silo's first round is the same in every method,
 and an interrupted run is replayed), so results are stored under a hash of everything that they depend on.
-The files hold silos' secret weights: the folder is for one simulation and removed with it.
+Sharing changes the time that a run takes, never its result.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from securefl.client import train_locally
 from securefl.config import Config
 from securefl.data import Rows
 from securefl.errors import ProtocolError
 from securefl.files import write_atomic
+from securefl.local import derive_seed, train_locally
 from securefl.methods.fedkc import Knowledge
-from securefl.models import Slm
+from securefl.models import Slm, base_fingerprint, load_slm
 from securefl.release import PayloadKind, canonical_json, check_tensors, decode, encode, fingerprint
+from securefl.training import probabilities
+
+
+@dataclass
+class Workbench:
+    """What the runs of one process share: loaded checkpoints, answers of a model on the test rows.
+
+    Nothing here depends on a method, so sharing changes time and not results.
+    """
+
+    _loaded: dict[str, tuple[Slm, str]] = field(default_factory=dict)
+    _answers: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+
+    def slm(self, name: str, labels: tuple[str, ...], config: Config) -> tuple[Slm, str]:
+        """A fresh copy of a checkpoint with the run's initial head, and the hash of its files."""
+        terms = config.slm
+        seed = config.federation.seed
+        key = repr((name, labels, terms.max_length, terms.train_embeddings, seed))
+        if key not in self._loaded:
+            model = load_slm(
+                name,
+                labels,
+                max_length=terms.max_length,
+                train_embeddings=terms.train_embeddings,
+                seed=derive_seed(seed, "head"),
+            )
+            self._loaded[key] = (model, base_fingerprint(name))
+        model, base = self._loaded[key]
+        return copy.deepcopy(model), base
+
+    def answers(self, slm: Slm, rows: Rows) -> NDArray[np.bool_]:
+        """(n,) whether the model is right on each test row."""
+        key = hashlib.sha256(repr((slm.name, fingerprint(slm.state()), rows.ids)).encode()).hexdigest()
+        if key not in self._answers:
+            self._answers[key] = probabilities(slm, rows.texts).argmax(axis=1) == rows.labels
+        return self._answers[key]
 
 
 def _digest_rows(rows: Rows) -> str:
@@ -34,7 +72,10 @@ def _digest_rows(rows: Rows) -> str:
 
 @dataclass(frozen=True)
 class TrainingMemo:
-    """A `LocalTraining` that looks in `folder` first."""
+    """A `LocalTraining` that looks in `folder` first.
+
+    The files hold silos' secret weights: the folder is for one simulation and removed with it.
+    """
 
     folder: Path
 

@@ -1,0 +1,155 @@
+"""What a silo computes from its own rows: training, and centroids that are ready to leave.
+
+Everything here runs inside the silo and knows no server, no messages and no keys; what may leave comes back
+as a `Release` with its claim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from securefl.config import CentroidPrivacy, Config
+from securefl.data import Rows
+from securefl.messages import FedKcTerms
+from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
+from securefl.models import Slm
+from securefl.privacy import (
+    LocalResult,
+    Noise,
+    calibrate_centroids,
+    nearest_seed,
+    release_means,
+    release_noisy_sums,
+)
+from securefl.release import Release, canonical_json
+from securefl.training import embed, fit, head_probabilities
+
+SEED_TEXTS = ("{}", "a text about {}", "news about {}", "the topic is {}", "{}, in short", "more on {}")
+
+
+@dataclass(frozen=True, repr=False)
+class SiloData:
+    """A silo's rows: those it trains on, and those it keeps from training to judge models."""
+
+    train: Rows
+    validation: Rows
+
+
+class LocalTraining(Protocol):
+    """Trains `slm` in place; a simulation passes one that remembers results."""
+
+    def __call__(
+        self,
+        slm: Slm,
+        rows: Rows,
+        config: Config,
+        epochs: int,
+        seed: int,
+        knowledge: Sequence[Knowledge] = (),
+    ) -> None: ...
+
+
+def train_locally(
+    slm: Slm, rows: Rows, config: Config, epochs: int, seed: int, knowledge: Sequence[Knowledge] = ()
+) -> None:
+    """Fine-tune on a silo's rows; with knowledge, plus alpha times the consistency loss (8) of FedKC."""
+    terms = config.fedkc
+
+    def consistency(model: Slm) -> Tensor:
+        return terms.alpha * consistency_loss(model, knowledge, terms.weights)
+
+    fit(
+        slm,
+        rows,
+        epochs=epochs,
+        batch_size=config.slm.batch_size,
+        learning_rate=config.slm.learning_rate,
+        head_learning_rate=config.slm.head_learning_rate,
+        seed=seed,
+        consistency=consistency if knowledge else None,
+    )
+
+
+def derive_seed(*parts: object) -> int:
+    """A 31-bit seed from the run's seed and names; the same everywhere, unlike `hash`."""
+    return (
+        int.from_bytes(hashlib.sha256(canonical_json([str(part) for part in parts])).digest()[:4], "big") >> 1
+    )
+
+
+def public_seeds(slm: Slm, clusters: int) -> tuple[list[str], NDArray[np.float32]]:
+    """q short public texts made from the label names and their pooled vectors (q, d) under `slm`.
+
+    A private release may only partition rows by what is public; the names of the labels are.
+    """
+    texts = [
+        SEED_TEXTS[(i // len(slm.labels)) % len(SEED_TEXTS)].format(slm.labels[i % len(slm.labels)])
+        for i in range(clusters)
+    ]
+    return texts, np.asarray(embed(slm, texts, "pooled"), np.float32)
+
+
+@dataclass(frozen=True)
+class CentroidJob:
+    """How one centroid release is made. releases: of the whole run, which share the budget.
+
+    seed: of the k-means start. noise: for a private release.
+    """
+
+    terms: FedKcTerms
+    privacy: CentroidPrivacy
+    releases: int
+    seed: int
+    noise: Noise
+
+
+def release_centroids(
+    slm: Slm, rows: Rows, job: CentroidJob, info: Mapping[str, Any]
+) -> tuple[Release, list[list[str]]]:
+    """A silo's centroids of its rows under `slm`, and the row ids behind each (the truth, which stays).
+
+    Without noise: k-means on the pooled vectors and the means of the chosen layer, as FedKC shares them. With
+    noise: the nearest of public seeds and noisy sums (`privacy.release_noisy_sums`).
+    """
+    terms, privacy = job.terms, job.privacy
+    pooled = embed(slm, rows.texts, "pooled")
+    predictions = head_probabilities(slm, pooled)
+    mask: NDArray[Any] | None = None
+    vectors = pooled
+    if terms.compose == "embeddings":
+        vectors, mask = embed(slm, rows.texts, "embeddings")
+    if not privacy.noised:
+        assignment = cluster(pooled, terms.clusters, job.seed)
+        means, members = compose(vectors, mask, predictions, assignment, privacy.min_size)
+        release = release_means(LocalResult(means.tensors(), len(rows)), info, privacy.min_size)
+    else:
+        texts, seeds = public_seeds(slm, terms.clusters)
+        clip = privacy.clip if privacy.clip is not None else public_clip(slm, texts, terms.compose)
+        mechanism = calibrate_centroids(privacy, clip, job.releases)
+        assignment = nearest_seed(pooled, seeds)
+        local = LocalResult({"vectors": vectors, "predictions": predictions}, len(rows))
+        release, kept = release_noisy_sums(local, assignment, terms.clusters, mechanism, job.noise, info)
+        members = [np.flatnonzero(assignment == seed) for seed in kept]
+    return release, [[rows.ids[i] for i in group] for group in members]
+
+
+def public_clip(slm: Slm, texts: Sequence[str], layer: str) -> float:
+    """The typical norm of public texts' vectors; a whole matrix is taken as full to max_length."""
+    if layer == "pooled":
+        return float(np.median(np.linalg.norm(embed(slm, texts, "pooled"), axis=1)))
+    vectors, mask = embed(slm, texts, "embeddings")
+    token = np.median(np.linalg.norm(vectors, axis=2)[mask > 0])
+    return float(token * np.sqrt(slm.max_length))
+
+
+def knowledge_of(release: Release) -> Knowledge:
+    """A centroid release as the arrays of the consistency loss."""
+    held = release.tensors
+    return Knowledge(held["centroids"], held.get("mask"), held["predictions"], held["sizes"])
