@@ -28,7 +28,7 @@ from attacks.figures import (
 )
 from attacks.findings import Audit, AuditedRelease
 from attacks.judgement import Book, attacks_left, judge
-from attacks.runs import CENTROIDS, Recorded, Run, Texts, open_release
+from attacks.runs import CENTROIDS, Recorded, Run, Texts, open_recorded
 from securefl.errors import ProtocolError, UsageError
 from securefl.files import write_atomic
 from securefl.local import public_seeds
@@ -87,7 +87,7 @@ def audit(run_dir: Path | str, out: Path | str | None = None, progress: Progress
     say: Progress = progress or (lambda _share, _what: None)
     recorded = run.releases
     for one in recorded:
-        release = open_release(one.path) if one.row.kind in CENTROIDS else None
+        release = open_recorded(one) if one.row.kind in CENTROIDS else None
         inventory.append(_inventory(run, one, release))
     # By round, since all silos of a round have the same encoder.
     targets = sorted(
@@ -142,14 +142,9 @@ def _inventory(run: Run, one: Recorded, release: Release | None) -> AuditedRelea
 
 def _set(run: Run, one: Recorded, index: int, book: Book) -> _Scene | None:
     """What the attacks on one centroid release need; None, with the reason noted, where it is too little."""
-    release = open_release(one.path)
+    release = open_recorded(one)
     attack = MEMBERSHIP_RATIO if release.kind is PayloadKind.CENTROIDS else TOKEN_RECOVERY
-    needed = {"centroids", "sizes", "predictions"}
-    if release.kind is PayloadKind.EMBEDDING_CENTROIDS:
-        needed.add("mask")
-    if not needed <= set(release.tensors):
-        raise ProtocolError(f"{one.path}: lacks {sorted(needed - set(release.tensors))[0]}")
-    count = len(release.tensors["centroids"])
+    count = _check_arrays(one, release)
     if not count:
         book.skip(attack, one, "every cluster was withheld, so there is no centroid to attack")
         return None
@@ -161,6 +156,26 @@ def _set(run: Run, one: Recorded, index: int, book: Book) -> _Scene | None:
     rng = np.random.default_rng([run.result.seed, 2, index])
     slm, rows = run.encoder(one, release), run.rows(one.silo)
     return _Scene(one, release, slm, rows, run.clusters(one, count), auxiliary, controls, rng)
+
+
+def _check_arrays(one: Recorded, release: Release) -> int:
+    """The number of centroids, once their arrays are those of such a release: shapes, and finite numbers."""
+    layered = release.kind is PayloadKind.EMBEDDING_CENTROIDS
+    axes = {"centroids": 3 if layered else 2, "sizes": 1, "predictions": 2}
+    if layered:
+        axes["mask"] = 2
+    if not set(axes) <= set(release.tensors):
+        raise ProtocolError(f"{one.path}: lacks {sorted(set(axes) - set(release.tensors))[0]}")
+    arrays = {name: release.tensors[name] for name in axes}
+    count = len(arrays["sizes"]) if arrays["sizes"].ndim == 1 else -1
+    for name, array in arrays.items():
+        if array.ndim != axes[name] or len(array) != count or not np.isfinite(array).all():
+            raise ProtocolError(f"{one.path}: {name}: is not a finite array with one entry for each centroid")
+    if layered and arrays["mask"].shape != arrays["centroids"].shape[:2]:
+        raise ProtocolError(f"{one.path}: mask: does not fit the centroids")
+    if (arrays["sizes"] <= 0).any():
+        raise ProtocolError(f"{one.path}: sizes: a centroid of no rows cannot have been released")
+    return count
 
 
 class _Views:
@@ -181,18 +196,23 @@ class _Views:
 
 def _check_truth(scene: _Scene, vectors: NDArray[Any], mask: NDArray[Any] | None) -> None:
     """Exact centroids must be the means of the rows that the truth names, under the encoder at hand."""
+    centroids = scene.release.tensors["centroids"]
+    if centroids.shape[1:] != vectors.shape[1:]:
+        raise ProtocolError(f"{scene.recorded.path}: centroids: are not of the width of the encoder it names")
     if not isinstance(scene.release.claim, NonPrivate):
         return
-    centroids = scene.release.tensors["centroids"]
-    for index, group in enumerate(scene.groups):
+    for index, (group, size) in enumerate(zip(scene.groups, scene.release.tensors["sizes"], strict=True)):
+        if len(group) != size:
+            raise ProtocolError(
+                f"{scene.recorded.path}: centroid {index} states {size:g} rows, "
+                f"the truth names {len(group)} for it"
+            )
         if mask is None:
             mean = vectors[group].mean(0)
         else:
             there = np.maximum(mask[group].sum(0), 1)[:, None]
             mean = (vectors[group] * mask[group][..., None]).sum(0) / there
-        if centroids[index].shape != mean.shape or (
-            np.abs(centroids[index] - mean).max() > 1e-2 * np.abs(mean).max()
-        ):
+        if np.abs(centroids[index] - mean).max() > 1e-2 * np.abs(mean).max():
             raise ProtocolError(
                 f"{scene.recorded.path}: centroid {index} is not the mean of the rows that the truth names "
                 "for it under this encoder, so a score would mean nothing"
@@ -239,13 +259,19 @@ def _membership(scene: _Scene, run: Run, book: Book, views: _Views) -> None:
         rng,
     )
     if min(len(side) for side in scores.ratio) < MIN_TRIALS:
-        why = f"fewer than {MIN_TRIALS} members or controls fall to a centroid that was released"
+        inside, outside = (len(side) for side in scores.ratio)
+        why = (
+            f"{inside} members and {outside} controls fall to a centroid that was released, "
+            f"fewer rows than the {MIN_TRIALS} of each that are needed"
+        )
         book.skip(MEMBERSHIP_RATIO, scene.recorded, why)
         return
     book.figures += membership_figures(scene.recorded, target, scores, rng)
 
 
 def _proposition(scene: _Scene, vectors: NDArray[Any], predictions: NDArray[Any], book: Book) -> None:
+    if not scene.members:  # noise alone kept every centroid, so there is no scatter to measure
+        return
     where = f"{scene.recorded.silo}, round {scene.recorded.row.round}"
     book.bounds.append(
         proposition_1(

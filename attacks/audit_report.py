@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from attacks.audit_figures import (
     Audits,
@@ -62,6 +63,11 @@ _MOST_FINDINGS = 300
 WORDS = (
     ("Baseline", "What an attacker scores who guesses without seeing what left."),
     ("Cap", "The most that the claimed ε allows on this figure; none where a claim does not bound it."),
+    ("Attack 1, by likelihood ratio or by dot product", "Two ways to score whether a text is behind a "
+     "centroid: by how much likelier it makes it, or by how alike they are."),
+    ("Token F1, rare token recall", "F1 also counts what was written down wrongly. Rare tokens, such as "
+     "names, are those that no auxiliary text has."),
+    ("TPR at 1 percent FPR", "The share of members found while one other row in a hundred is taken for one."),
     ("AUC", "How well members are told from others: 0.5 is a coin, 1.0 is always right."),
     ("Token recall", "The share of the words of a group of texts that the attacker wrote down correctly."),
     ("Singling out", "Telling whether one row is among those behind a release."),
@@ -152,6 +158,25 @@ def _verdict_cell(verdict: Verdict) -> Cell:
     return Cell("", badges=(_VERDICTS[verdict],))
 
 
+def verdict_of(finding: Finding) -> Badge:
+    """The verdict of a figure, and whether a claim that bounds it held: a leak may be what was allowed."""
+    if finding.verdict == "leaks" and finding.cap is not None:
+        return Badge("leaks, claim held", "caution")
+    return _VERDICTS[finding.verdict]
+
+
+def not_attacked(audits: Audits) -> list[str]:
+    """Sentences on what left and was not attacked, which a reader must not take for safe."""
+    if not any(
+        entry.attack.startswith("membership in a trained model") for _, a in audits for entry in a.not_run
+    ):
+        return []
+    return [
+        "Weights were not attacked: this version attacks centroids only. Weights are the larger leak, so a "
+        "run without centroids is not a run without leaks."
+    ]
+
+
 def _verdict_table(audits: Audits) -> Table:
     rows = tuple(
         (
@@ -191,7 +216,7 @@ def _side_by_side(audits: Audits) -> Table:
         rows.append((
             Cell(f"{clean(f.attack, 60)}: {metric_words(f.metric)}", f"attack {f.number}"),
             Cell(row.run, f"{clean(f.silo, 30)}, round {f.round}"), Cell(accuracy(f.value), interval(f.ci)),
-            accuracy(f.baseline), accuracy(f.cap), spread, _bound_cell(f), _verdict_cell(f.verdict),
+            accuracy(f.baseline), accuracy(f.cap), spread, _bound_cell(f), Cell("", badges=(verdict_of(f),)),
         ))  # fmt: skip
     return Table(
         "The worst finding of every attack, run beside run, with 95 % intervals",
@@ -224,7 +249,7 @@ def _all_findings(name: str, audit: Audit) -> Fold:
             Cell(clean(f.attack, 60), who), Cell(clean(f.silo, 32), f"round {f.round}"),
             Cell(clean(f.target, 60), _details(f)), metric_words(f.metric),
             Cell(accuracy(f.value), interval(f.ci)), accuracy(f.baseline), _cap_cell(f),
-            Cell(f"{f.trials:,}", adjacency), _bound_cell(f), _verdict_cell(f.verdict),
+            Cell(f"{f.trials:,}", adjacency), _bound_cell(f), Cell("", badges=(verdict_of(f),)),
         ))  # fmt: skip
     left = len(chosen) - len(rows)
     table = Table(
@@ -329,6 +354,7 @@ def audit_sections(audits: Sequence[tuple[str, Audit]]) -> list[Section]:
     warnings = list(dict.fromkeys(audit.warning for _, audit in audits))
     first: list[Block] = [
         *(Note("Passing proves nothing.", warning, "caution") for warning in warnings),
+        *(Note("Not attacked.", sentence, "caution") for sentence in not_attacked(audits)),
         _verdict_table(audits),
     ]
     if any(audit.findings for _, audit in audits):
@@ -386,8 +412,14 @@ def attack_table(audits: Sequence[tuple[str, Audit]]) -> RichTable:
         value = f"{f.value:.2f} [{f.ci[0]:.2f}, {f.ci[1]:.2f}]"
         claim = "none" if f.claim_epsilon is None else epsilon(f.claim_epsilon)
         cap = "–" if f.cap is None else f"{f.cap:.2f}"
-        verdict = _VERDICTS[f.verdict].text
+        verdict = verdict_of(f).text
         rows.append(
             [shown, clean(row.run, 28), clean(f.silo, 12), claim, value, f"{f.baseline:.2f}", cap, verdict]
         )
-    return plain_table("What an attacker could read (worst silo and round)", columns, rows)
+    table = plain_table("What an attacker could read (worst silo and round)", columns, rows)
+    claim = (
+        "claim ε: of the one release attacked, not of the silo; guess: what the attacker scores without it."
+    )
+    table.caption = Text(" ".join([claim, *not_attacked(audits)]))
+    table.caption_justify = "left"
+    return table

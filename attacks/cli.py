@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from securefl.cli import ERR, OUT, new_app, progress_bar, run_app
+from securefl.cli import ERR, OUT, check_out, new_app, progress_bar, run_app
 
 VIOLATION = 4
 
@@ -35,6 +35,7 @@ def run(
     from attacks.audit import audit, report_name
     from attacks.audit_report import attack_table
 
+    out = check_out(out) if out.resolve() != run_dir.resolve() else out
     with progress_bar(1.0) as move:
         done = 0.0
 

@@ -81,8 +81,10 @@ def check_vectors(vectors: NDArray[Any], what: str) -> Vectors:
 
 
 def clipped(vectors: Vectors, claim: NonPrivate | GaussianSums) -> Vectors:
-    """Candidates as the mechanism would have added them."""
-    return clip_rows(vectors, claim.clip) if isinstance(claim, GaussianSums) else vectors
+    """Candidates as the mechanism would have added them; there may be none."""
+    if isinstance(claim, NonPrivate) or not len(vectors):
+        return vectors
+    return clip_rows(vectors, claim.clip)
 
 
 def _squared_distances(a: Vectors, b: Vectors) -> Vectors:
@@ -208,6 +210,7 @@ def attack(
     Every candidate is scored against the cell that the adversary would look in. `encoder_alone` is the AUC of
     the same score against invented centroids, drawn from the same background and noise without any row: what
     a model trained on the members gives away by itself, one half where it does not tell them apart.
+    Candidates whose cell was withheld have no score, so either side may come back empty.
     """
     auxiliary = check_vectors(auxiliary, "the auxiliary text")
     sides = [check_vectors(members, "the silo's rows"), check_vectors(controls, "the control rows")]

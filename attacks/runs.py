@@ -1,14 +1,13 @@
 """Reading a RUN_DIR: what was released, the truth behind it, and the encoder that each release names.
 
-Everything is checked on the way in: hashes against the run's own record, encoders by fingerprint, truth
-against rows. A release that cannot be tied to its encoder is an error, since an attack with another one would
-score chance. This room reads files and never writes; what it holds of rows is not printed.
+Everything is checked on the way in: releases against ledgers and result (`securefl.inspection.verify_run`),
+encoders by fingerprint, truth against rows. A release that cannot be tied to its encoder is an error, since
+an attack with another one would score chance. This room reads files and never writes; what it holds of rows
+is not printed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,9 +19,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from securefl.config import Config, parse_config
 from securefl.errors import DataError, ModelError, PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
+from securefl.inspection import verify_run
 from securefl.models import Slm, base_fingerprint, load_slm
-from securefl.release import Limits, PayloadKind, Release, decode_release, fingerprint
-from securefl.result import ReleaseRow, Result
+from securefl.release import (
+    Limits,
+    PayloadKind,
+    Release,
+    canonical_json,
+    decode_release,
+    fingerprint,
+    parse_json,
+)
+from securefl.result import ReleaseRow
 
 CENTROIDS = (PayloadKind.CENTROIDS.value, PayloadKind.EMBEDDING_CENTROIDS.value)
 # A result with thousands of rounds is a few megabytes; a silo's rows may be many.
@@ -81,14 +89,6 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-
-
 def open_release(path: Path) -> Release:
     """Decode a recorded release. Raises the codec's ProtocolError with the file named."""
     data = read_limited(path, Limits().max_bytes)
@@ -98,20 +98,32 @@ def open_release(path: Path) -> Release:
         raise type(error)(f"{path}: {error}") from error
 
 
+def open_recorded(recorded: Recorded) -> Release:
+    """A recorded release, which must be of the kind and under the claim that the run's record states."""
+    release = open_release(recorded.path)
+    claim = canonical_json(release.claim.model_dump(mode="json"))
+    if release.kind.value != recorded.row.kind or claim != canonical_json(recorded.row.claim):
+        raise ProtocolError(f"{recorded.path}: its kind or claim is not the one that the run recorded for it")
+    return release
+
+
 class Run:
-    """A run's folder. Raises UsageError where it is not one."""
+    """A run's folder. Raises UsageError where it is not one.
+
+    Raises ProtocolError where result.json is malformed, or the releases in the folder, in the silos' ledgers
+    and in result.json are not the same.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise UsageError(f"{self.path}: is not a folder; name the folder that a simulation wrote")
-        file = self.path / "result.json"
-        try:
-            self.result = Result.model_validate_json(read_limited(file, _MAX_JSON))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise UsageError(f"{file}: {where}: is not as a run writes it ({first['msg']})") from error
+        verified = verify_run(self.path)
+        self.result = verified.result
+        self.releases = tuple(
+            Recorded(one.silo, one.path, one.row.sha256, one.row)
+            for one in sorted(verified.releases, key=lambda one: (one.silo, one.path.name))
+        )
         self._rows: dict[str, Texts] = {}
         self._encoder: tuple[str, Slm] | None = None
 
@@ -119,25 +131,6 @@ class Run:
     def config(self) -> Config:
         """The run's configuration. Raises ConfigError."""
         return parse_config(self.result.config, f"{self.path / 'result.json'}: config")
-
-    @cached_property
-    def releases(self) -> tuple[Recorded, ...]:
-        """Every recorded release of every silo, by silo and file name.
-
-        Raises ProtocolError where a file is not one of those that the run says have left.
-        """
-        found = []
-        for client in self.result.clients:
-            known = {row.sha256: row for row in client.releases}
-            for path in sorted((self.path / "releases" / client.name).glob("*.safetensors")):
-                digest = _sha256(path)
-                if digest not in known:
-                    raise ProtocolError(
-                        f"{path}: its hash is none of those that the run recorded for {client.name}; "
-                        "the file was changed, or is not of this run"
-                    )
-                found.append(Recorded(client.name, path, digest, known[digest]))
-        return tuple(found)
 
     @cached_property
     def pool(self) -> Texts:
@@ -152,9 +145,12 @@ class Run:
         return pool.take(keep)
 
     def rows(self, silo: str) -> Texts:
-        """The rows that a silo trained on."""
+        """The rows that a silo trained on. Raises DataError where there are none."""
         if silo not in self._rows:
-            self._rows[silo] = _read_rows(self.path / "truth" / silo / "rows.jsonl")
+            path = self.path / "truth" / silo / "rows.jsonl"
+            self._rows[silo] = _read_rows(path)
+            if not len(self._rows[silo]):
+                raise DataError(f"{path}: holds no rows")
         return self._rows[silo]
 
     def clusters(self, recorded: Recorded, count: int) -> list[list[int]]:
@@ -166,14 +162,19 @@ class Run:
             if not isinstance(document, dict) or document.get("release") != recorded.path.name:
                 continue
             clusters = document.get("clusters")
-            if not isinstance(clusters, list) or len(clusters) != count:
+            lists = isinstance(clusters, list) and all(isinstance(cluster, list) for cluster in clusters)
+            if not isinstance(clusters, list) or not lists or len(clusters) != count:
                 raise DataError(f"{path}: clusters: there must be one list of row ids for each centroid")
             try:
-                return [[index[row] for row in cluster] for cluster in clusters]
+                groups = [[index[row] for row in cluster] for cluster in clusters]
             except (KeyError, TypeError) as error:
                 raise DataError(
                     f"{path}: clusters: a row id is not one of {folder / 'rows.jsonl'}"
                 ) from error
+            used = [row for group in groups for row in group]
+            if len(set(used)) != len(used):
+                raise DataError(f"{path}: clusters: a row is behind two centroids")
+            return groups
         raise DataError(f"{folder}: no file says which rows are behind {recorded.path.name}")
 
     def encoder(self, recorded: Recorded, release: Release) -> Slm:
@@ -232,7 +233,7 @@ def centroid_info(recorded: Recorded, release: Release) -> CentroidInfo:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(read_limited(path, _MAX_JSON))
+        return parse_json(read_limited(path, _MAX_JSON))
     except ValueError as error:
         raise DataError(f"{path}: is not JSON") from error
 
@@ -249,7 +250,7 @@ def _read_rows(path: Path) -> Texts:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line.encode("utf-8", "surrogatepass"))
             fields = (row["id"], row["text"], row["label"])
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: line {number} is not a row with id, text and label") from error

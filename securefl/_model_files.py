@@ -88,10 +88,14 @@ def resolve(name: str) -> Path:
         return Path(spec.submodule_search_locations[0]) / inner
     if name.startswith("builtin:"):
         raise ModelError(f"{name} is unknown; there are {' and '.join(_BUILTIN)}")
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise ModelError(f"{name} names the home of a user that does not exist; write the folder") from error
+    # The functions of os.path say False to a name that cannot be, where those of Path raise.
+    if os.path.isdir(folder):  # noqa: PTH112
         return folder
-    if folder.exists() or not _HUB_NAME.fullmatch(name):
+    if os.path.lexists(folder) or not _HUB_NAME.fullmatch(name):
         raise ModelError(f"{name} is not a model folder; give a folder, a builtin name or a hub name")
     with quiet():
         try:
@@ -116,7 +120,7 @@ def config_of(folder: Path, name: str) -> dict[str, Any]:
         raise ModelError(
             f"{name}: {folder} has no readable config.json, so it is not a model folder"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{name}: config.json in {folder} is not valid JSON") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{name}: config.json in {folder} names no model_type")
@@ -145,9 +149,16 @@ def load_quietly(what: str, name: str, load: Callable[[], T], seed: int = 0) -> 
             ) from error
 
 
+def _home_cache() -> Path:
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ModelError("there is no home folder for the cache; set SECUREFL_CACHE to a folder") from error
+
+
 def cache_folder() -> Path:
     """The cache folder, made if needed; only this user may write to it. Raises ModelError."""
-    home = os.environ.get("SECUREFL_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("SECUREFL_CACHE") or os.environ.get("XDG_CACHE_HOME") or _home_cache()
     folder = Path(home) / "securefl"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

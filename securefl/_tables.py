@@ -17,7 +17,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import stat
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,7 @@ from securefl.errors import DataError
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _BOM = b"\xef\xbb\xbf"
 _SHOWN = 40  # characters of a name or label that a message repeats
+_COLUMN = re.compile(r"[\w.-]{1,32}")  # what names a column and is hardly a sentence
 _csv_lock = threading.Lock()
 
 # A row as a reader yields it: the 1-based line it begins on (Parquet: its row), and the values asked for.
@@ -133,12 +137,18 @@ def _label(value: Any) -> str | None:
 def _records(path: Path, columns: tuple[str, ...]) -> tuple[str, Iterable[_Record]]:
     """The unit in which the format counts, and its records."""
     suffix = path.suffix.lower()
-    if not path.exists():
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, ValueError) as error:  # ValueError: a NUL in the name
         raise DataError(
             f"{path}: there is no such file; correct the path, which starts from the current folder"
-        )
-    if path.is_dir():
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if stat.S_ISDIR(mode):
         raise DataError(f"{path}: is a directory; name a file")
+    if not stat.S_ISREG(mode):
+        raise DataError(f"{path}: is a device or a pipe; name a file")
     if suffix not in SUFFIXES:
         raise DataError(f'{path}: the suffix "{suffix}" is unknown; use one of {", ".join(SUFFIXES)}')
     if suffix == ".parquet":
@@ -165,17 +175,27 @@ def _decode(path: Path) -> str:
     return text
 
 
+def _listed(present: Sequence[str]) -> str:
+    """The columns as a message may name them. Where the header is missing they are a row's text: if one of
+    them does not look like a name, none is shown."""
+    if all(not name or _COLUMN.fullmatch(name) for name in present):
+        return ", ".join(f'"{name}"' if name else "a nameless one" for name in present)
+    return f"{len(present)} columns whose names are not shown (is the header line missing?)"
+
+
 def _positions(path: Path, present: Sequence[str], columns: tuple[str, ...]) -> list[int]:
-    """Where the columns stand. `present` is a row of text where the header is missing: shown with care."""
+    """Where the columns stand."""
     for column in columns:
         if column not in present:
-            listed = ", ".join(shown(name) if name else "a nameless one" for name in present)
             raise DataError(
-                f'{path}: has no column "{column}" (data.text, data.label, data.split); it has {listed}'
+                f'{path}: has no column "{column}" (data.text, data.label, data.split); '
+                f"it has {_listed(present)}"
             )
-    twice = [name for name in present if present.count(name) > 1]
+    counts = Counter(present)
+    twice = [name for name in present if counts[name] > 1]
     if twice:
-        raise DataError(f"{path}: has two columns {shown(twice[0])}; rename or remove one")
+        both = f'columns "{twice[0]}"' if _COLUMN.fullmatch(twice[0]) else "columns of one name (not shown)"
+        raise DataError(f"{path}: has two {both}; rename or remove one")
     return [present.index(column) for column in columns]
 
 
@@ -266,12 +286,33 @@ def _parquet(path: Path, columns: tuple[str, ...]) -> Iterator[_Record]:
     unreadable = f"{path}: is not a readable Parquet file; write it again"
     try:
         with pq.ParquetFile(path) as file:
-            _positions(path, file.schema_arrow.names, columns)
+            schema = file.schema_arrow
+            _positions(path, schema.names, columns)
+            for position, column in enumerate(columns):
+                if not _plain(schema.field(column).type):
+                    kind = "a string" if position == 0 else "a string, an integer or a boolean"
+                    raise DataError(f'{path}: column "{column}" is not {kind}; convert it')
             table = file.read(columns=list(columns))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(unreadable) from error
     values = [_parquet_values(path, table.column(column), column) for column in columns]
     return iter(enumerate(zip(*values, strict=True), start=1))
+
+
+def _plain(kind: pa.DataType) -> bool:
+    """Whether every value of a type has a plain Python value; a date, for one, may lie beyond Python's."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    plain = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_string_view,
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_boolean,
+        pa.types.is_null,
+    )
+    return any(is_one(kind) for is_one in plain)
 
 
 def _parquet_values(path: Path, column: Any, name: str) -> list[Any]:
@@ -279,4 +320,6 @@ def _parquet_values(path: Path, column: Any, name: str) -> list[Any]:
         values: list[Any] = column.to_pylist()
     except UnicodeDecodeError as error:
         raise DataError(f'{path}: column "{name}" is not UTF-8; write it again') from error
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise DataError(f'{path}: column "{name}" holds values that cannot be read; convert it') from error
     return values

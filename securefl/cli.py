@@ -7,17 +7,21 @@ failure, 1 anything else. Errors are one sentence on stderr. Heavy modules load 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import sys
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.highlighter import JSONHighlighter
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -27,9 +31,17 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from securefl import __version__
-from securefl.errors import Refused, SecureflError
+from securefl.errors import Refused, SecureflError, UsageError
+from securefl.files import check_out as check_out
+
+if TYPE_CHECKING:
+    from securefl.result import Result
+
+_INTERRUPTED = 130  # what the library below makes of Ctrl-C
+_USERS_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EROFS)
 
 
 def new_app(program: str, purpose: str) -> typer.Typer:
@@ -68,28 +80,38 @@ ledger_app = typer.Typer(no_args_is_help=True, help="Check a silo's record of wh
 app.add_typer(ledger_app, name="ledger")
 
 # A pipe has no width of its own; the tables are made for 110 columns.
-OUT = Console(width=None if sys.stdout.isatty() else 110)
+# Where the shell has closed a stream (>&-), Python has None in its place.
+OUT = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 110)
 ERR = Console(stderr=True)
+_INTERRUPTION = "interrupted; a simulation continues with --resume where it stopped"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
 def run_app(application: typer.Typer, program: str, arguments: list[str] | None = None) -> int:
     """Run a typer application; every error becomes one sentence and an exit code."""
+    _open_closed_streams()
     try:
-        application(args=arguments, prog_name=program)
+        try:
+            application(args=arguments, prog_name=program)
+        finally:
+            sys.stdout.flush()
         return 0
     except SystemExit as ended:  # how the library reports its own ends, usage errors among them
+        if ended.code == _INTERRUPTED:
+            return _failed(program, _INTERRUPTION, 1)
         return ended.code if isinstance(ended.code, int) else 0
     except SecureflError as error:
         return _failed(program, str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _failed(program, "interrupted; a run that was under way can be continued with --resume", 1)
+        return _failed(program, _INTERRUPTION, 1)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return _failed(program, what, 1)
+        if error.errno == errno.ENOSPC:
+            _drop_output()
+        return _failed(program, what, 2 if error.filename and error.errno in _USERS_PATH else 1)
     except MemoryError:
         return _failed(
             program, "out of memory; lower slm.max_length, slm.batch_size or the number of rows", 1
@@ -97,8 +119,37 @@ def run_app(application: typer.Typer, program: str, arguments: list[str] | None 
 
 
 def _failed(program: str, message: str, code: int) -> int:
-    ERR.print(f"[bold red]{program}:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    ERR.print(f"[bold red]{program}:[/] {_shown(message)}", highlight=False, soft_wrap=True)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Give the standard streams that are closed a place to write to, before a file gets their number."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - for good
+
+
+def _drop_output() -> None:
+    """Nobody reads on: what is still buffered must not fail once more at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def clean(text: str, keep: str = "") -> str:
+    """Text for a terminal: control, format and unassigned characters become U+FFFD, but those of `keep`.
+
+    A name out of somebody's file so can neither steer the terminal nor begin a line of its own.
+    """
+    return "".join(
+        c if c in keep or (unicodedata.category(c)[0] != "C" and c not in "\u2028\u2029") else "\ufffd"
+        for c in text
+    )
+
+
+def _shown(value: object) -> str:
+    """A value as part of a line of markup."""
+    return escape(clean(str(value)))
 
 
 def main() -> None:
@@ -107,17 +158,42 @@ def main() -> None:
 
 
 def _say(line: str) -> None:
-    """A line of the result, never wrapped, so that paths can be copied."""
+    """A line of the result, in markup, never wrapped, so that paths can be copied."""
     OUT.print(line, highlight=False, soft_wrap=True)
 
 
 def _print_json(document: Any) -> None:
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(_json_text(document) + "\n")
+
+
+def _json_text(document: Any) -> str:
+    """JSON that is readable in every language and in which no character steers a terminal."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    return re.sub(
+        "[^\\x00-\\x7e]",
+        lambda m: json.dumps(m[0])[1:-1] if unicodedata.category(m[0])[0] == "C" else m[0],
+        text,
+    )
 
 
 @contextmanager
 def progress_bar(total: float) -> Iterator[Callable[[float, str], None]]:
-    """A progress bar on stderr for `total` units; yields the function that moves it."""
+    """Progress on stderr for `total` units; yields the function that moves it.
+
+    A bar on a terminal; elsewhere (a log, a pipe) a line for every tenth.
+    """
+    if not ERR.is_terminal:
+        done = told = 0.0
+
+        def note(amount: float, what: str) -> None:
+            nonlocal done, told
+            done += amount
+            if done >= told + total / 10 and done < total:
+                told = done
+                ERR.print(f"{done / total:4.0%}  {_shown(what)}", highlight=False, soft_wrap=True)
+
+        yield note
+        return
     columns = (
         SpinnerColumn(),
         BarColumn(bar_width=24),
@@ -131,7 +207,7 @@ def progress_bar(total: float) -> Iterator[Callable[[float, str], None]]:
         task = bar.add_task("starting", total=total)
 
         def move(amount: float, what: str) -> None:
-            bar.update(task, advance=amount, description=escape(what))
+            bar.update(task, advance=amount, description=_shown(what))
 
         yield move
         bar.update(task, completed=total)
@@ -149,7 +225,7 @@ def demo(
     from securefl.recording import RunFolder
     from securefl.report.render import accuracy_table, departures_table, write_comparison_report
 
-    folder, configs = RunFolder(out, resume=True), demo_configs()
+    folder, configs = RunFolder(check_out(out), resume=True), demo_configs()
     audits: list[tuple[str, Audit]] = []
 
     def attack(run: Path, name: str) -> None:
@@ -157,7 +233,7 @@ def demo(
 
     with progress_bar(demo_units(configs)) as move:
         results = run_demo(
-            folder, configs, move, attack, lambda text: ERR.print(escape(text), highlight=False)
+            folder, configs, move, attack, lambda text: ERR.print(_shown(text), highlight=False)
         )
     write_comparison_report(
         results,
@@ -178,7 +254,7 @@ def demo(
     for table in (accuracy_table(results), departures_table(results), attack_table(audits)):
         OUT.print(table)
         OUT.print()
-    _say(f"The report, with plots: {escape(str(out / 'report.html'))}")
+    _say(f"The report, with plots: {_shown(out / 'report.html')}")
 
 
 @app.command(epilog="Example: securefl keygen hospital-a --out keys")
@@ -192,47 +268,64 @@ def keygen(
     """Make a silo's or a server's identity: a private file (mode 0600) and a public card."""
     from securefl.crypto.identity import Identity
 
+    folder = check_out(out)
     identity = Identity.generate(name)
     key, card = out / f"{name}.key", out / f"{name}.card.json"
-    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in (key, card):
+        if os.path.lexists(path):
+            raise UsageError(f"{path}: exists already and is not overwritten; choose another place")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     identity.save(key)
-    identity.card.save(card)
+    try:
+        identity.card.save(card)
+    except BaseException:
+        key.unlink(missing_ok=True)
+        raise
     if as_json:
         _print_json(
             {"name": name, "key": str(key), "card": str(card), "fingerprint": identity.card.fingerprint}
         )
         return
-    _say(f"Private key (keep it here): {escape(str(key))}")
-    _say(f"Public card (give it out):  {escape(str(card))}")
+    _say(f"Private key (keep it here): {_shown(key)}")
+    _say(f"Public card (give it out):  {_shown(card)}")
     _say(f"Fingerprint to compare:     {identity.card.short_fingerprint}")
+    _say(f"Fingerprint for policies:   {identity.card.fingerprint}")
 
 
 @app.command(epilog="Example: securefl simulate study.toml --out run")
 def simulate(
     file: Annotated[Path, typer.Argument(help="Configuration (TOML).")],
-    out: Annotated[Path, typer.Option(help="Folder to make.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder to make; it must not exist, or be empty.")],
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue an interrupted run (OUT.partial); Ctrl-C loses at most one training."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a federation on your own data, all parties in this process."""
     from securefl.config import load_config
     from securefl.data import load_corpus
 
+    target = check_out(out)
     config = load_config(file)
-    if resume and (out / "result.json").is_file():
+    if resume and os.path.lexists(target / "result.json"):
         from securefl.inspection import inspect_path
 
-        document = json.loads((out / "result.json").read_text(encoding="utf-8"))
-        if document["config"] != config.model_dump(mode="json"):
-            raise _other_configuration(out, file)
-        _print_json(document if as_json else inspect_path(out))
+        result = _finished(target / "result.json")
+        if result.config != config.model_dump(mode="json"):
+            raise UsageError(
+                f"{out}: is a finished run of another configuration than {file}; choose another --out"
+            )
+        _print_json(json.loads(result.to_json()) if as_json else inspect_path(target))
         return
     corpus = load_corpus(config)
     from securefl.report.render import accuracy_table, departures_table
     from securefl.simulation import Simulation, work_units
 
     with progress_bar(work_units(config, len(corpus.train))) as move:
-        run = Simulation(config, corpus, out, resume=resume, progress=move)
+        run = Simulation(config, corpus, target, resume=resume, progress=move)
         if corpus.test_duplicates:
             ERR.print(f"{corpus.test_duplicates} test rows are also training rows and were left out")
         result = run.run()
@@ -242,15 +335,13 @@ def simulate(
         _end_refused(refused)
         return
     name, first = next(iter(run.clients.items()))
-    _say(
-        f"The policy of {name}; the others differ in names and fingerprints ({escape(str(out / 'policy'))}):"
-    )
-    _say(escape(first.policy.to_toml()))
+    _say(f"The policy of {name}; the others differ in names and fingerprints ({_shown(out / 'policy')}):")
+    _say(escape(clean(first.policy.to_toml(), keep="\n")))
     for entry in (refusal for row in result.rounds for refusal in row.refusals):
-        ERR.print(f"[yellow]{escape(entry.name)}, {entry.step}: {escape(entry.reason)}[/]", soft_wrap=True)
+        ERR.print(f"[yellow]{_shown(entry.name)}, {entry.step}: {_shown(entry.reason)}[/]", soft_wrap=True)
     OUT.print(accuracy_table([result]))
     OUT.print(departures_table([result]))
-    _say(f"The report: {escape(str(out / 'report.html'))}")
+    _say(f"The report: {_shown(out / 'report.html')}")
     _end_refused(refused)
 
 
@@ -260,10 +351,19 @@ def _end_refused(refused: list[Refused]) -> None:
         raise refused[0]
 
 
-def _other_configuration(out: Path, file: Path) -> SecureflError:
-    from securefl.errors import UsageError
+def _finished(path: Path) -> Result:
+    from pydantic import ValidationError
 
-    return UsageError(f"{out}: is a finished run of another configuration than {file}; choose another --out")
+    from securefl.files import read_limited
+    from securefl.inspection import MAX_DOCUMENT
+    from securefl.result import Result
+
+    try:
+        return Result.model_validate_json(read_limited(path, MAX_DOCUMENT))
+    except ValidationError as error:
+        raise UsageError(
+            f"{path}: is not the result of a finished run; remove the folder or choose another --out"
+        ) from error
 
 
 @app.command(epilog="Example: securefl inspect run/ledger/silo-1.jsonl")
@@ -275,7 +375,7 @@ def inspect(path: Annotated[Path, typer.Argument(help="File or folder.")], as_js
     if as_json:
         _print_json(document)
     else:
-        OUT.print_json(data=document)
+        OUT.print(JSONHighlighter()(Text(_json_text(document))), soft_wrap=True)
 
 
 @ledger_app.command("verify", epilog="Example: securefl ledger verify run/ledger/silo-1.jsonl")
@@ -297,10 +397,10 @@ def ledger_verify(path: Annotated[Path, typer.Argument(help="NAME.jsonl")], as_j
         )
         return
     _say(
-        f"{escape(str(path))}: {summary.entries} entries of {summary.name} verify",
+        f"{_shown(path)}: {summary.entries} entries of {summary.name} verify",
     )
     for note in summary.notes:
-        OUT.print(f"note: {escape(note)}")
+        OUT.print(f"note: {_shown(note)}")
 
 
 @app.command(epilog="Example: securefl export run silo-1 --out model")
@@ -312,9 +412,9 @@ def export(
     """Copy a trained model out of a run as a Hugging Face folder with its card."""
     from securefl.trained import export_model
 
-    export_model(run, name, out)
+    export_model(run, name, check_out(out))
     _say(
-        f"{escape(str(out))}: a Hugging Face folder; its README.md says how to load it",
+        f"{_shown(out)}: a Hugging Face folder; its README.md says how to load it",
     )
 
 
@@ -328,5 +428,5 @@ def predict(
     """Classify the texts of a file."""
     from securefl.trained import predict_file
 
-    rows = predict_file(model, file, out, text)
-    OUT.print(f"{rows} rows classified: {escape(str(out))}")
+    rows = predict_file(model, file, check_out(out, file=True), text)
+    OUT.print(f"{rows} rows classified: {_shown(out)}")

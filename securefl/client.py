@@ -23,6 +23,7 @@ from securefl.errors import (
     MalformedEnvelope,
     PayloadError,
     PolicyRefusal,
+    ProtocolError,
     Refused,
     UnknownSender,
     WrongRound,
@@ -39,7 +40,7 @@ from securefl.local import (
     release_centroids,
     train_locally,
 )
-from securefl.messages import FedKcTerms, Header, Party, RoundPlan, Step
+from securefl.messages import Dropped, FedKcTerms, Header, Party, RoundPlan, Step
 from securefl.methods.fedkc import Knowledge
 from securefl.models import Slm
 from securefl.policy import Policy
@@ -80,7 +81,8 @@ class Client:
     identity: the silo's private keys. server: the pinned card of the server. roster: cards of the peers by
     name. policy, ledger: the silo's own. slm: its model, trained in place. noise: the source for private
     releases (a seeded one is refused unless the policy says `simulation = true`). base_sha256: hash of the
-    checkpoint's files. refusals: every PolicyRefusal, which the server is told nothing about.
+    checkpoint's files. refusals: every PolicyRefusal, which the server is told nothing about. ignored: peers
+    whose centroids were not used, and why.
     """
 
     identity: Identity
@@ -98,6 +100,7 @@ class Client:
     train: LocalTraining = train_locally
     witness: Witness | None = None
     refusals: list[Refused] = field(default_factory=list)
+    ignored: list[Dropped] = field(default_factory=list)
     kept_candidate: bool | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +121,7 @@ class Client:
         plan, body = self._open_plan(message)
         try:
             self.policy.check_plan(plan, self.server.fingerprint, self.base_sha256)
+            self._check_agreed(plan)
             return self._answer(plan, body)
         except Refused as refusal:
             self.refusals.append(refusal)
@@ -125,6 +129,42 @@ class Client:
             return self._seal(
                 encode(PayloadKind.UNAVAILABLE, {}, {}), plan, PayloadKind.UNAVAILABLE, [self.server]
             )
+
+    def _check_agreed(self, plan: RoundPlan) -> None:
+        """What a plan asks must be what this silo's own configuration says: the server schedules, no more.
+
+        A server that claims fewer rounds would get more of the budget a round, and one that names a smaller
+        cohort would choose who reads the centroids.
+        """
+        config, terms = self.config, plan.fedkc
+        asked = {
+            "method": (plan.method, config.federation.method),
+            "rounds": (plan.rounds, config.federation.rounds),
+            "round": (plan.round <= config.federation.rounds, True),
+            "epochs": (plan.epochs, config.round_epochs(plan.round)),
+            "answer": (plan.answer, self._answer_kind(plan.step)),
+            "cohort": (
+                sorted((party.name, party.key) for party in plan.cohort),
+                sorted((card.name, card.fingerprint) for card in [*self.roster.values(), self.identity.card]),
+            ),
+            "fedkc": (
+                None if terms is None else terms.model_dump(),
+                config.fedkc.model_dump(include=set(FedKcTerms.model_fields))
+                if config.federation.method == "fedkc"
+                else None,
+            ),
+        }
+        for what, (found, agreed) in asked.items():
+            if found != agreed:
+                raise PolicyRefusal(f"the plan of round {plan.round} asks for another {what} than was agreed")
+
+    def _answer_kind(self, step: Step) -> PayloadKind:
+        if step is Step.TRAIN:
+            return PayloadKind.MODEL
+        if step is Step.SHARE:
+            layered = self.config.fedkc.compose == "embeddings"
+            return PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
+        return PayloadKind.METRICS
 
     def _open_plan(self, message: bytes) -> tuple[RoundPlan, Body]:
         verified = envelope.verify(message, {self.server.name: self.server})
@@ -210,7 +250,10 @@ class Client:
         return self._release(release_model(result, self._info(plan)), plan, [self.server], {})
 
     def _knowledge(self, plan: RoundPlan, body: Body) -> list[Knowledge]:
-        """The peers' centroids that the server relayed; each is checked as if it came alone."""
+        """The peers' centroids that the server relayed; each is checked as if it came alone.
+
+        What does not hold is not used and noted in `ignored`: one bad peer must not silence the others.
+        """
         terms = plan.fedkc
         if terms is None or plan.round == 1:
             return []
@@ -224,21 +267,32 @@ class Client:
             sealed = body.tensors.get(f"relay/{name}")
             if sealed is None or sealed.dtype != np.uint8:
                 raise PayloadError("a plan names relayed centroids that did not come with it")
-            verified = envelope.verify(sealed.tobytes(), self.roster)
-            header = verified.header
-            if header.sender.name != name or name == self.identity.name:
-                raise UnknownSender(f"centroids relayed as those of {name} are signed by another silo")
-            if (header.run, header.round, header.step) != (plan.run, plan.round, Step.SHARE.value):
-                raise WrongRound(f"centroids of {name} were relayed from another run, round or step")
-            release = release_from(decode(envelope.open_(verified, self.identity)))
-            found.append(self._checked_knowledge(release, plan, name, header))
+            try:
+                found.append(self._relayed_knowledge(sealed.tobytes(), plan, name))
+            except ProtocolError as error:
+                log.warning("%s: round %d: centroids of %s ignored", self.identity.name, plan.round, name)
+                self.ignored.append(
+                    Dropped(name=name, step=Step.SHARE.value, error=type(error).__name__, reason=str(error))
+                )
         return found
+
+    def _relayed_knowledge(self, sealed: bytes, plan: RoundPlan, name: str) -> Knowledge:
+        verified = envelope.verify(sealed, self.roster)
+        header = verified.header
+        if header.sender.name != name or name == self.identity.name:
+            raise UnknownSender(f"centroids relayed as those of {name} are signed by another silo")
+        if (header.run, header.round, header.step) != (plan.run, plan.round, Step.SHARE.value):
+            raise WrongRound(f"centroids of {name} were relayed from another run, round or step")
+        release = release_from(decode(envelope.open_(verified, self.identity)))
+        return self._checked_knowledge(release, plan, name, header)
 
     def _checked_knowledge(self, release: Release, plan: RoundPlan, name: str, header: Header) -> Knowledge:
         terms = plan.fedkc
         layered = terms is not None and terms.compose == "embeddings"
         due = PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
         q = (*release.tensors.get("sizes", np.zeros(0)).shape, 0)[0]
+        if terms is None or q > terms.clusters:
+            raise WrongShape(f"{name} sent {q} centroids, more than were agreed")
         if release.kind is not due or header.kind is not due:
             raise WrongShape(f"{name} sent {release.kind} where {due} were agreed")
         middle = (self.slm.max_length,) if layered else ()
@@ -255,6 +309,10 @@ class Client:
         votes = release.tensors["predictions"]
         if q and (votes.min() < -1e-4 or np.abs(votes.sum(axis=1) - 1).max() > 1e-3):
             raise PayloadError(f"the mean predictions of {name} are not probabilities")
+        if q and release.tensors["sizes"].min() <= 0:
+            raise PayloadError(f"{name} sent a centroid of no rows")
+        if layered and not np.isin(release.tensors["mask"], (0, 1)).all():
+            raise PayloadError(f"{name} sent a mask that is not 0 or 1")
         if release.info.get("encoder") != plan.model:
             raise WrongShape(f"the centroids of {name} were made with another model than this round's")
         return knowledge_of(release)

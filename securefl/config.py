@@ -11,18 +11,25 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from securefl.errors import ConfigError, NotAvailable
+from securefl.errors import ConfigError, NotAvailable, UsageError
+from securefl.files import read_limited
 
 METHODS = ("standalone", "fedavg", "fedkc", "crosslm", "datafree-kd")
 AVERAGING = ("fedavg", "fedkc")
+EPSILONS = (0.001, 1000)  # outside, an epsilon is a typing error or says nothing
+_ROWS = 10**9  # more than any file that fits in memory has
+_MAX_FILE = 2**20  # bytes
+_MAX_WHERE = 100  # characters of a field's name that a message repeats
+_Gamma = Annotated[float, Field(ge=0, le=1e4)]
 PERMIT_EMBEDDINGS = "the tokens of these rows can be read back from what is shared"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Strict: "2", true and 2.0 are no integers. An integer still serves as a float, and a list as a tuple.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Federation(_Section):
@@ -38,14 +45,18 @@ class Federation(_Section):
 class DirichletSplit(_Section):
     by: Literal["dirichlet"] = "dirichlet"
     silos: int = Field(4, ge=2, le=256, description="How many silos.")
-    alpha: float = Field(0.3, gt=0, le=1e6, description="Concentration: small means skewed labels.")
-    min_rows: int = Field(16, ge=2, description="Every silo gets at least this many rows, or it is an error.")
+    alpha: float = Field(0.3, ge=1e-6, le=1e6, description="Concentration: small means skewed labels.")
+    min_rows: int = Field(
+        16, ge=2, le=_ROWS, description="Every silo gets at least this many rows, or it is an error."
+    )
 
 
 class ColumnSplit(_Section):
     by: Literal["column"]
     column: str = Field(description="One silo for every value of this column.")
-    min_rows: int = Field(16, ge=2, description="Every silo has at least this many rows, or it is an error.")
+    min_rows: int = Field(
+        16, ge=2, le=_ROWS, description="Every silo has at least this many rows, or it is an error."
+    )
 
 
 class Data(_Section):
@@ -56,10 +67,15 @@ class Data(_Section):
     test: str = Field(description="The same for the test rows, which no silo trains on.")
     text: str = Field("text", description="Column with the text.")
     label: str = Field("label", description="Column with the label.")
-    train_rows: int | None = Field(None, ge=4, description="Use this many rows, drawn by the seed.")
-    test_rows: int | None = Field(None, ge=1, description="Use this many test rows, drawn by the seed.")
+    train_rows: int | None = Field(None, ge=4, le=_ROWS, description="Use this many rows, drawn by the seed.")
+    test_rows: int | None = Field(
+        None, ge=1, le=_ROWS, description="Use this many test rows, drawn by the seed."
+    )
     pool_rows: int = Field(
-        1000, ge=0, description="Rows of no silo kept for the audit: auxiliary text and controls, at most."
+        1000,
+        ge=0,
+        le=_ROWS,
+        description="Rows of no silo kept for the audit: auxiliary text and controls, at most.",
     )
     validation: float = Field(0.2, ge=0.05, le=0.5, description="Share of a silo's rows kept from training.")
     split: Annotated[DirichletSplit | ColumnSplit, Field(discriminator="by")] = Field(
@@ -71,6 +87,7 @@ class Slm(_Section):
     models: tuple[str, ...] = Field(
         ("builtin:minilm",),
         min_length=1,
+        strict=False,
         description="Encoder folder, hub name or builtin:minilm; one for all silos, or one per silo.",
     )
     max_length: int = Field(64, ge=4, le=512, description="Tokens kept of a text.")
@@ -90,15 +107,29 @@ class Slm(_Section):
 class CentroidPrivacy(_Section):
     """Without epsilon or noise_multiplier: KMeans on private rows and a minimum size, which is not DP."""
 
-    min_size: int = Field(4, ge=1, description="Clusters below this many rows are withheld.")
+    min_size: int = Field(4, ge=1, le=_ROWS, description="Clusters below this many rows are withheld.")
     clip: float | None = Field(
         None,
-        gt=0,
+        ge=1e-6,
+        le=1e6,
         description="L2 bound of a row around the public centre 0; unset: the median over public texts.",
     )
-    epsilon: float | None = Field(None, gt=0, description="For all centroid releases of the run together.")
-    noise_multiplier: float | None = Field(None, gt=0, description="Sigma of the sums / clip, every round.")
-    delta: float = Field(1e-5, gt=0, lt=1, description="Of the (epsilon, delta) claim.")
+    epsilon: float | None = Field(None, description="For all centroid releases of the run together.")
+    noise_multiplier: float | None = Field(
+        None, ge=0.01, le=1e4, description="Sigma of the sums / clip, every round."
+    )
+    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
+
+    @field_validator("epsilon")
+    @classmethod
+    def _means_something(cls, value: float | None) -> float | None:
+        low, high = EPSILONS
+        if value is not None and not low <= value <= high:
+            raise ValueError(
+                f"is not between {low} and {high}: below, the noise drowns every centroid, and above, the "
+                "claim bounds nothing that a reader could rely on (leave it out to share without a claim)"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_of(self) -> CentroidPrivacy:
@@ -123,7 +154,7 @@ class Protection(_Section):
 
 class FedKc(_Section):
     clusters: int = Field(4, ge=1, le=4096, description="KMeans clusters a silo.")
-    alpha: float = Field(0.5, ge=0, description="Weight of the consistency loss.")
+    alpha: float = Field(0.5, ge=0, le=1e4, description="Weight of the consistency loss.")
     compose: Literal["pooled", "embeddings"] | int = Field("pooled", description="Layer of the centroids.")
     source: Literal["peers", "own"] = Field("peers", description="`own`: own centroids, nothing exchanged.")
     weights: Literal["uniform", "size"] = Field("uniform", description="Of the clusters in the loss.")
@@ -136,16 +167,20 @@ class CrossLm(_Section):
         "stable", description="`paper`: equations (5)-(10) to the letter."
     )
     synthetic: int = Field(64, ge=2, le=100_000, description="Texts generated an arrival.")
-    keep: float = Field(0.25, gt=0, le=1, description="Share kept by the score (10).")
+    keep: float = Field(0.25, ge=1e-5, le=1, description="Share kept by the score (10).")
     max_new_tokens: int = Field(32, ge=1, le=1024, description="Tokens generated a text.")
-    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of the sampling (3).")
-    gammas: tuple[float, float, float] = Field((1.0, 0.1, 0.05), description="g1, g2, g3 of (9).")
+    top_p: float = Field(0.95, ge=0.01, le=1, description="Nucleus of the sampling (3).")
+    gammas: tuple[_Gamma, _Gamma, _Gamma] = Field(
+        (1.0, 0.1, 0.05), strict=False, description="g1, g2, g3 of (9)."
+    )
     lora_rank: int = Field(16, ge=1, le=512, description="Rank of the LLM's adapter.")
     learning_rate: float = Field(2e-4, gt=0, le=1, description="AdamW's, for the adapter.")
     epochs: int = Field(1, ge=1, le=100, description="Passes over an arrival's texts for the LLM.")
     batch_size: int = Field(16, ge=1, le=4096, description="Texts a step, for the LLM.")
     slm_epochs: int = Field(2, ge=1, le=100, description="Passes over the kept texts for the SLM.")
-    evaluate_rows: int = Field(32, ge=1, description="Test rows for the LLM's accuracy and perplexity.")
+    evaluate_rows: int = Field(
+        32, ge=1, le=_ROWS, description="Test rows for the LLM's accuracy and perplexity."
+    )
     prompts: dict[str, str] = Field(
         default={}, description="Label to prompt M(y); unset: made from the label."
     )
@@ -158,7 +193,9 @@ class PolicyTerms(_Section):
     allow_embedding_centroids: (
         Literal["the tokens of these rows can be read back from what is shared"] | None
     ) = Field(None, description="Needed, word for word, for un-noised centroids of the embedding layer.")
-    max_epsilon: float = Field(50.0, gt=0, description="Lifetime ceiling of a silo's private releases.")
+    max_epsilon: float = Field(
+        50.0, ge=EPSILONS[0], le=EPSILONS[1], description="Lifetime ceiling of a silo's private releases."
+    )
 
 
 class Config(_Section):
@@ -199,9 +236,13 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
         config = Config.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        where = ".".join(str(part) for part in first["loc"])[:_MAX_WHERE] or "the file"
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        reason = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+        reason = (
+            "unknown field"
+            if first["type"] == "extra_forbidden"
+            else first["msg"].removeprefix("Value error, ")
+        )
         raise ConfigError(f"{name}: {where}: {reason}{more}") from error
     _refuse_unavailable(config)
     if len(config.slm.models) > 1 and config.federation.method in AVERAGING:
@@ -215,13 +256,17 @@ def load_config(path: Path | str) -> Config:
     """Read a TOML file. Raises ConfigError or NotAvailable with one sentence."""
     path = Path(path)
     try:
-        document = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        document = tomllib.loads(read_limited(path, _MAX_FILE).decode("utf-8"))
+    except UsageError as error:
+        raise ConfigError(str(error)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 (byte {error.start})") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nests its values too deeply; no setting needs that") from error
+    except ValueError as error:  # Python's limit on the digits of an integer
+        raise ConfigError(f"{path}: holds a number of too many digits") from error
     return parse_config(document, str(path))
 
 

@@ -7,6 +7,7 @@ corpora are in `_builtin`. This room reads the sources it is told to, keeps noth
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,8 @@ from securefl.messages import NAME
 
 DRAWS = 100
 MAX_SILOS = 256
-# Names that a run's folders use for others than silos.
-RESERVED = ("server", "sums")
+# Names that a run's folders use for others than silos, and for files beside the silos' folders.
+RESERVED = ("server", "sums", "pool.jsonl")
 # One stream of random numbers for each purpose, told apart by the spawn key of the seed.
 _TRAIN, _TEST, _POOL, _SPLIT, _VALIDATION = range(5)
 
@@ -246,7 +247,7 @@ def _encode(table: Table, labels: tuple[str, ...]) -> Rows:
 def _read(data: Data) -> tuple[Table, Table]:
     """Both sources, with ids that differ: two files may have the same stem."""
     files = [Path(source) for source in (data.train, data.test) if not source.startswith(PREFIX)]
-    if len(files) == 2 and all(file.exists() for file in files) and files[0].samefile(files[1]):
+    if len(files) == 2 and all(map(os.path.exists, files)) and files[0].samefile(files[1]):
         raise DataError(f"{data.test}: is data.train and data.test at once; hold rows apart for the test")
     group = data.split.column if isinstance(data.split, ColumnSplit) else None
     train = _load(data.train, data, group, test=False)

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes, synced appends, bounded reads.
+"""Files that are whole or absent: atomic writes, synced appends, bounded reads, places to write to.
 
 Knows nothing of what it writes. Errors name the file and the system's reason, never the content.
 """
@@ -8,9 +8,14 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import stat
+import tempfile
 from pathlib import Path
 
 from securefl.errors import UsageError
+
+_MAX_NAME = 200  # bytes of a name, of the 255 there are: .partial and temporary names are made of it
+_MAX_PATH = 3500  # bytes, of 4096: a run has folders and files inside
 
 
 def sync_folder(folder: Path) -> None:
@@ -24,7 +29,8 @@ def sync_folder(folder: Path) -> None:
 
 def _write_sibling(path: Path, data: bytes, mode: int) -> Path:
     """The bytes, synced, under a temporary name in the same folder (a rename does not cross devices)."""
-    sibling = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.tmp")
+    start = os.fsdecode(os.fsencode(path.name)[:200])  # a name has room for 255 bytes
+    sibling = path.with_name(f".{start}.{secrets.token_hex(8)}.tmp")
     handle = os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -117,3 +123,64 @@ def truncate_synced(path: Path, size: int) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def check_out(path: Path, *, file: bool = False) -> Path:
+    """The resolved place for a new folder (or, with `file`, a file), before any work is done for it.
+
+    Nothing is written. Raises UsageError where it has no name of its own (., .., /), is a link, something
+    else than a folder (a file), too long, or where its parent is not a folder that can be written to.
+    """
+    where = _shown_path(path)
+    raw, name = os.fsencode(path.absolute()), path.name
+    if name in ("", ".."):
+        raise UsageError(f"{where}: has no name of its own; name a {'file' if file else 'folder'} to make")
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in str(path)):
+        raise UsageError(f"{where}: is not UTF-8; choose another name")
+    if len(raw) > _MAX_PATH or any(len(part) > _MAX_NAME for part in _missing_names(path)):
+        raise UsageError(f"{where}: is too long; a name may have {_MAX_NAME} bytes")
+    try:
+        _check_place(path, where, file)
+        _check_parent(path.absolute().parent, where)
+        return path.absolute().parent.resolve() / name
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        reason = error.strerror if isinstance(error, OSError) else "its links form a circle"
+        raise UsageError(f"{where}: cannot be made ({reason}); choose another --out") from error
+
+
+def _shown_path(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= _MAX_NAME else f"{text[:_MAX_NAME]}..."
+
+
+def _missing_names(path: Path) -> list[bytes]:
+    """The last name, and those above it that are still to be made."""
+    above = path.absolute()
+    names = [os.fsencode(above.name)]
+    while not os.path.lexists(above := above.parent):
+        names.append(os.fsencode(above.name))
+    return names
+
+
+def _check_place(path: Path, where: str, file: bool) -> None:
+    beside = [] if file else [path.with_name(path.name + ".partial")]
+    for place in (path, *beside):
+        if not os.path.lexists(place):
+            continue
+        mode = place.lstat().st_mode
+        shown = where if place == path else f"{where}.partial"
+        if stat.S_ISLNK(mode):
+            raise UsageError(f"{shown}: is a link; name the place itself")
+        if file and not stat.S_ISREG(mode):
+            raise UsageError(f"{shown}: is there and is not a plain file; choose another --out")
+        if not file and not stat.S_ISDIR(mode):
+            raise UsageError(f"{shown}: is there and is not a folder; choose another --out")
+
+
+def _check_parent(parent: Path, where: str) -> None:
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UsageError(f"{where}: {parent} is not a folder; choose another --out")
+    with tempfile.TemporaryFile(dir=parent):  # has no name and leaves nothing
+        pass

@@ -1,36 +1,67 @@
 """`securefl inspect`: what a file or folder is, as a document that can be printed or given out as JSON.
 
 Reads one thing and describes it; verifies what can be verified without a key and says what was not. It never
-prints a row's text or a tensor's values.
+prints a row's text or a tensor's values. `verify_run` is what the auditor trusts a run's folder by, too.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from securefl.config import Config, load_config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card
 from securefl.errors import PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
-from securefl.ledger import verify_ledger
+from securefl.ledger import Entry, LedgerSummary, verify_ledger
 from securefl.policy import Policy
-from securefl.release import Limits, decode, release_from
-from securefl.result import Result
+from securefl.recording import release_name
+from securefl.release import Limits, canonical_json, decode, parse_json, release_from
+from securefl.result import ClientRow, ReleaseRow, Result, parse_result
 
 MAX_DOCUMENT = 64 * 2**20
+# Beyond this depth a document is cut: nothing that securefl writes is nested as deeply.
+_MAX_DEPTH = 32
+# Characters that turn the direction of what stands beside them.
+_DIRECTION = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 Document = dict[str, Any]
 
 
 def inspect_path(path: Path) -> Document:
     """Describe an envelope, a release, a ledger, a card, a policy, a run or a configuration.
 
+    Its strings can be printed: control characters and lone surrogates are U+FFFD.
     Raises UsageError for what is none of these, ProtocolError for one of them that does not verify.
     """
+    return {_printable(key): _clean(value) for key, value in _document(path).items()}
+
+
+def _printable(text: str) -> str:
+    return "".join(
+        "\ufffd" if unicodedata.category(char) in ("Cc", "Cs") or char in _DIRECTION else char
+        for char in text
+    )
+
+
+def _clean(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, str):
+        return _printable(value)
+    if isinstance(value, Mapping | list | tuple):
+        if depth >= _MAX_DEPTH:
+            return "…"
+        if isinstance(value, Mapping):
+            return {_printable(str(key)): _clean(entry, depth + 1) for key, entry in value.items()}
+        return [_clean(entry, depth + 1) for entry in value]
+    return value
+
+
+def _document(path: Path) -> Document:
     if path.is_dir():
         return _run(path)
     if not path.is_file():
@@ -96,8 +127,8 @@ def _ledger(path: Path) -> Document:
 def _json(path: Path) -> Document:
     data = read_limited(path, MAX_DOCUMENT)
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(data)
+    except ValueError as error:
         raise UsageError(f"{path}: is not valid JSON") from error
     if isinstance(document, dict) and str(document.get("schema", "")).startswith("securefl.result/"):
         return _run(path.parent)
@@ -139,17 +170,8 @@ def _envelope(path: Path) -> Document:
 
 
 def _run(folder: Path) -> Document:
-    path = folder / "result.json"
-    if not path.is_file():
-        raise UsageError(f"{folder}: is not the folder of a finished run (it has no result.json)")
-    try:
-        result = Result.model_validate_json(read_limited(path, MAX_DOCUMENT))
-    except ValidationError as error:
-        raise ProtocolError(f"{path}: does not follow the schema securefl.result/1") from error
-    ledgers = {}
-    for row in result.clients:
-        ledger = folder / "ledger" / f"{row.name}.jsonl"
-        ledgers[row.name] = f"{verify_ledger(ledger).entries} entries, verified"
+    run = verify_run(folder)
+    result = run.result
     return {
         "what": "run",
         "method": result.method,
@@ -157,7 +179,7 @@ def _run(folder: Path) -> Document:
         "seed": result.seed,
         "rounds": len(result.rounds),
         "test_rows": result.test_rows,
-        "ledgers": ledgers,
+        "ledgers": {name: f"{count} entries, verified" for name, count in run.entries.items()},
         "silos": {
             row.name: {
                 "train_rows": row.train_rows,
@@ -169,3 +191,154 @@ def _run(folder: Path) -> Document:
             for row in result.clients
         },
     }
+
+
+# --- a run's folder
+
+
+@dataclass(frozen=True)
+class RecordedRelease:
+    """One file below releases/SILO that is the one its silo's ledger and the result speak of."""
+
+    silo: str
+    path: Path
+    row: ReleaseRow
+
+
+@dataclass(frozen=True)
+class VerifiedRun:
+    """A run whose result, ledgers and recorded releases agree.
+
+    releases: by silo in the order of the result, then as they left. entries: lines of each silo's ledger.
+    """
+
+    result: Result
+    releases: tuple[RecordedRelease, ...]
+    entries: Mapping[str, int]
+
+
+def verify_run(folder: Path) -> VerifiedRun:
+    """Read a run's result.json and hold it against the signed ledgers and the bytes in releases/.
+
+    All three must name the same releases of the same silos: what is missing, extra or changed in one of them
+    is an error, since whoever audits the run would otherwise judge something else than what left.
+    Raises UsageError where there is no result.json, ProtocolError for every mismatch.
+    """
+    path = folder / "result.json"
+    if not path.is_file():
+        raise UsageError(f"{folder}: is not the folder of a finished run (it has no result.json)")
+    result = parse_result(read_limited(path, MAX_DOCUMENT), str(path))
+    names = {row.name for row in result.clients}
+    _nobody_else(folder / "releases", names | {"server"}, "")
+    _nobody_else(folder / "ledger", names, ".jsonl")
+    found: list[RecordedRelease] = []
+    entries = {}
+    for row in result.clients:
+        summary = _ledger_of(folder, row.name)
+        _same_releases(path, result.run, row, summary)
+        found += _same_files(folder / "releases" / row.name, row, summary)
+        entries[row.name] = summary.entries
+    return VerifiedRun(result, tuple(found), entries)
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    """What lies in a folder, but for hidden files, which desktops leave behind."""
+    if folder.is_dir():
+        yield from sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _nobody_else(folder: Path, names: set[str], suffix: str) -> None:
+    for path in _visible(folder):
+        if path.name.endswith(suffix) and path.name.removesuffix(suffix) not in names:
+            raise ProtocolError(f"{path}: is of no silo that result.json names")
+
+
+def _ledger_of(folder: Path, name: str) -> LedgerSummary:
+    path, card = folder / "ledger" / f"{name}.jsonl", folder / "cards" / f"{name}.json"
+    for file in (path, card):
+        if not file.is_file():
+            raise ProtocolError(f"{file}: is missing, so what left {name} cannot be verified")
+    try:
+        summary = verify_ledger(path, Card.load(card))
+    except UsageError as error:
+        raise ProtocolError(str(error)) from error
+    if summary.name != name:
+        raise ProtocolError(f"{path}: is the ledger of another silo than {name}")
+    return summary
+
+
+def _facts(source: ReleaseRow | Entry) -> dict[str, Any]:
+    """What result.json and the ledger both say of a release, in comparable form."""
+    if isinstance(source, Entry):
+        readers = [party.name for party in source.recipients]
+        return {
+            "round": source.round,
+            "kind": source.kind.value,
+            "recipients": readers,
+            "readable_by": readers,
+            "bytes": source.bytes,
+            "sha256": source.body_sha256,
+            "claim": source.claim.model_dump(mode="json"),
+        }
+    return source.model_dump()
+
+
+def _same_releases(path: Path, run: str, row: ClientRow, summary: LedgerSummary) -> None:
+    """The result must list the releases of the ledger, in its order, and add them up as it does."""
+    for index, (listed, entry) in enumerate(zip_longest(row.releases, summary.releases)):
+        known = [_facts(one) for one in (listed, entry) if one is not None]
+        what = f"release {index + 1} of {row.name} (round {known[0]['round']})"
+        if listed is None:
+            raise ProtocolError(f"{path}: lacks {what}, which the silo's ledger holds")
+        if entry is None:
+            raise ProtocolError(f"{path}: {what} is not in the silo's ledger")
+        if entry.run != run:
+            raise ProtocolError(f"{path}: {what} is of another run by the silo's ledger")
+        for field, value in known[1].items():
+            if _encoded(known[0][field]) != _encoded(value):
+                raise ProtocolError(f"{path}: {what}: its {field} is not the one in the silo's ledger")
+    account = summary.account
+    totals = {
+        "epsilon": account.epsilon,
+        "private_epsilon": account.private_epsilon,
+        "delta": account.delta,
+        "simulated": account.simulated,
+        "no_finite_epsilon": list(account.nonprivate),
+    }
+    for field, value in totals.items():
+        if getattr(row, field) != value:
+            raise ProtocolError(f"{path}: {field} of {row.name} is not what its ledger adds up to")
+
+
+def _encoded(value: Any) -> bytes:
+    """Bytes to compare by, so that 1, 1.0 and true differ; none for what no ledger could hold."""
+    try:
+        return canonical_json(value)
+    except (ValueError, RecursionError):
+        return b""
+
+
+def _same_files(folder: Path, row: ClientRow, summary: LedgerSummary) -> Iterator[RecordedRelease]:
+    """The files of a silo must be the bodies that its ledger charged, no more and no fewer."""
+    due = {release_name(entry.round, entry.step, entry.kind.value): entry for entry in summary.releases}
+    for path in _visible(folder):
+        if path.name not in due:
+            raise ProtocolError(f"{path}: is none of the releases in the ledger of {row.name}")
+    for (name, entry), listed in zip(due.items(), row.releases, strict=True):
+        path = folder / name
+        if not path.is_file():
+            raise ProtocolError(f"{path}: recorded release missing: {row.name}, round {entry.round}")
+        if _sha256(path) != entry.body_sha256:
+            raise ProtocolError(
+                f"{path}: its hash is not the one recorded for {row.name}, round {entry.round}; "
+                "the file was changed, or is not of this run"
+            )
+        yield RecordedRelease(row.name, path, listed)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error

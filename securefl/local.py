@@ -17,6 +17,7 @@ from torch import Tensor
 
 from securefl.config import CentroidPrivacy, Config
 from securefl.data import Rows
+from securefl.errors import NonFiniteUpdate
 from securefl.messages import FedKcTerms
 from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
 from securefl.models import Slm
@@ -28,7 +29,7 @@ from securefl.privacy import (
     release_means,
     release_noisy_sums,
 )
-from securefl.release import Release, canonical_json
+from securefl.release import MAX_MAGNITUDE, Release, canonical_json
 from securefl.training import embed, fit, head_probabilities
 
 SEED_TEXTS = ("{}", "a text about {}", "news about {}", "the topic is {}", "{}, in short", "more on {}")
@@ -121,6 +122,9 @@ def release_centroids(
     terms, privacy = job.terms, job.privacy
     pooled = embed(slm, rows.texts, "pooled")
     predictions = head_probabilities(slm, pooled)
+    # Only an exact release may look whether the rows gave numbers: a private one must not refuse for one row.
+    if not (privacy.noised or (np.isfinite(pooled).all() and np.isfinite(predictions).all())):
+        raise NonFiniteUpdate("the round's model gives NaN or infinity for a silo's rows; nothing was shared")
     mask: NDArray[Any] | None = None
     vectors = pooled
     if terms.compose == "embeddings":
@@ -132,6 +136,9 @@ def release_centroids(
     else:
         texts, seeds = public_seeds(slm, terms.clusters)
         clip = privacy.clip if privacy.clip is not None else public_clip(slm, texts, terms.compose)
+        # The names of the labels and the round's model decide this, never a row.
+        if not (np.isfinite(seeds).all() and 1e-6 <= clip <= MAX_MAGNITUDE):
+            raise NonFiniteUpdate("the round's model gives no usable vectors for public texts")
         mechanism = calibrate_centroids(privacy, clip, job.releases)
         assignment = nearest_seed(pooled, seeds)
         local = LocalResult({"vectors": vectors, "predictions": predictions}, len(rows))

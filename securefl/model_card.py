@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from securefl.config import AVERAGING
 from securefl.models import Slm, usage_snippet
-from securefl.result import ClientRow
+from securefl.result import ClientRow, Result
 
 
-def model_card(slm: Slm, row: ClientRow, method: str, test_rows: int) -> str:
+def model_card(slm: Slm, row: ClientRow, result: Result) -> str:
     """Markdown with a Hugging Face metadata block for the model of one silo.
 
     The privacy lines are those of the silo's account: no epsilon is printed where none is finite.
     """
+    method, test_rows = result.method, result.test_rows
+    silos, rows = len(result.clients), sum(client.train_rows for client in result.clients)
     low, high = row.test_interval
+    whose = (
+        f"the average of the models of {silos} silos, {rows} training rows in all"
+        if method in AVERAGING
+        else f"the model of {row.name}, trained on {row.train_rows} rows"
+    )
     private = (
-        "None is claimed: " + "; ".join(row.no_finite_epsilon) + "."
+        "None is claimed: the weights were trained without differential privacy."
         if row.no_finite_epsilon
         else "The weights never left the silo; they were trained without differential privacy."
     )
@@ -29,15 +37,15 @@ base_model: {slm.name if "/" in slm.name and not slm.name.startswith(("/", "."))
 
 Classes: {labels}. Encoder: {slm.name}, at most {slm.max_length} tokens, mean pooling and a linear layer.
 
-Trained by securefl with the method `{method}` on {row.train_rows} rows of {row.name}. Accuracy on
-{test_rows} test rows: {row.test_accuracy:.3f} (95 % interval {low:.3f} to {high:.3f}); the silo alone,
-with the same number of local passes: {row.baseline_accuracy:.3f}.
+Trained by securefl with the method `{method}`: {whose}. Accuracy on {test_rows} test rows:
+{row.test_accuracy:.3f} (95 % interval {low:.3f} to {high:.3f}). {row.name} alone, with as many local passes:
+{row.baseline_accuracy:.3f}.
 
 ## How to use it
 
-{usage_snippet(slm.labels)}
+{usage_snippet(slm.labels, max_length=slm.max_length)}
 
 ## Privacy
 
-{private} Whoever holds these weights can test whether a text was among the training rows.
+{private} Whoever holds them can test whether a text was among the training rows.
 """

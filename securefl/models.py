@@ -327,7 +327,7 @@ def load_trained(folder: Path) -> Slm:
         labels = [config["id2label"][str(i)] for i in range(len(config["id2label"]))]
         if not all(isinstance(label, str) for label in labels) or len(set(labels)) != len(labels):
             raise ValueError("id2label")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(
             f"{name}: {_NOTE} or the labels in config.json are missing or not as saved"
         ) from error

@@ -7,6 +7,7 @@ and changes nothing; `client` asks it before a plan is acted on and again before
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from securefl.config import PERMIT_EMBEDDINGS, Config
 from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal, UsageError
 from securefl.files import read_limited, write_atomic
 from securefl.messages import FINGERPRINT, NAME, Party, RoundPlan
-from securefl.privacy import gaussian_epsilon
+from securefl.privacy import calibrate_centroids, gaussian_epsilon
 from securefl.release import GaussianSums, Limits, NonPrivate, PayloadKind, Release
 
 _CENTROIDS = (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS)
@@ -98,6 +99,8 @@ class Policy(BaseModel):
             where = ".".join(str(part) for part in first["loc"]) or "the file"
             reason = "unknown clause" if first["type"] == "extra_forbidden" else first["msg"]
             raise ConfigError(f"{path}: {where}: {reason}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{path}: is nested too deeply") from error
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}: has a date or a number that is not finite") from error
 
@@ -254,3 +257,30 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
         base_models=(base,),
         allow_embedding_centroids=config.policy.allow_embedding_centroids,
     )
+
+
+def refuse_early(config: Config) -> None:
+    """Refuse before the first round what every silo's simulated policy would refuse in a later one.
+
+    Raises PolicyRefusal for un-noised embedding-layer centroids without their sentence, and BudgetExceeded
+    for a budget that the ceiling cannot hold, rather than after half of it has left.
+    """
+    terms, method = config.privacy.centroids, config.federation.method
+    if method != "fedkc" or config.fedkc.source != "peers":
+        return
+    exposed = config.fedkc.compose == "embeddings" and not terms.noised
+    if exposed and config.policy.allow_embedding_centroids is None:
+        raise PolicyRefusal(
+            'fedkc.compose = "embeddings" without noise lets peers read tokens back; set an epsilon in '
+            f'privacy.centroids, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"'
+        )
+    releases = config.federation.rounds - 1
+    if terms.noised and releases:
+        mu = calibrate_centroids(terms, 1.0, releases).mu * math.sqrt(releases)
+        epsilon = gaussian_epsilon(mu, terms.delta)
+        if epsilon > config.policy.max_epsilon * (1 + _ROUNDING):
+            raise BudgetExceeded(
+                f"the {releases} centroid releases of a silo would have epsilon {epsilon:.4g} at delta "
+                f"{terms.delta:g}, above policy.max_epsilon = {config.policy.max_epsilon:g}; lower "
+                "privacy.centroids.epsilon, raise the noise_multiplier, or raise the ceiling"
+            )

@@ -169,17 +169,33 @@ def release_means(means: LocalResult, info: Mapping[str, Any], min_size: int) ->
 
 
 def clip_rows(vectors: NDArray[Any], clip: float) -> NDArray[np.float64]:
-    """Each row (all axes but the first) scaled down to L2 norm `clip` around 0, the public centre."""
-    flat = np.asarray(vectors, np.float64).reshape(len(vectors), -1)
+    """Each row (all axes but the first) scaled down to L2 norm `clip` around 0, the public centre.
+
+    A row with NaN or infinity in it becomes 0. That depends on the row alone, as a sensitivity bound needs: a
+    server could send weights that overflow on the rows with a certain word, and a sum that then came out as
+    NaN, or was refused, would tell that such a row is there.
+    """
+    flat = np.asarray(vectors, np.float64).reshape(len(vectors), math.prod(vectors.shape[1:]))
+    flat = np.where(np.isfinite(flat).all(axis=1, keepdims=True), flat, 0.0)
     norms = np.linalg.norm(flat, axis=1, keepdims=True)
     return np.asarray((flat * np.minimum(1.0, clip / np.maximum(norms, 1e-30))).reshape(vectors.shape))
 
 
+def _simplex_rows(predictions: NDArray[Any]) -> NDArray[np.float64]:
+    """Each row as it is where it lies in the simplex, else uniform: of the row alone, as in `clip_rows`."""
+    rows = np.asarray(predictions, np.float64)
+    with np.errstate(invalid="ignore"):
+        inside = np.isfinite(rows).all(axis=1) & (rows >= -1e-6).all(axis=1)
+        inside &= np.abs(rows.sum(axis=1) - 1) <= 1e-4
+    return np.where(inside[:, None], rows, 1.0 / rows.shape[1])
+
+
 def nearest_seed(pooled: NDArray[Any], seeds: NDArray[Any]) -> NDArray[np.int64]:
     """Index of the closest of q public seeds (q, d) for each pooled vector (n, d)."""
-    gaps = np.linalg.norm(
-        np.asarray(pooled, np.float64)[:, None, :] - np.asarray(seeds, np.float64)[None], axis=2
-    )
+    rows = np.asarray(pooled, np.float64)
+    # As in `clip_rows`: what is not finite counts as 0, whatever the other rows are.
+    rows = np.where(np.isfinite(rows).all(axis=1, keepdims=True), rows, 0.0)
+    gaps = np.linalg.norm(rows[:, None, :] - np.asarray(seeds, np.float64)[None], axis=2)
     return np.asarray(gaps.argmin(axis=1), np.int64)
 
 
@@ -206,12 +222,12 @@ def release_noisy_sums(
     n_k < min_size are withheld, a decision on the noisy count alone. An embedding-layer matrix is divided by
     the cluster's noisy count at every position, and its mask is all ones, so that lengths stay hidden.
 
+    Rows that are not finite, or predictions outside the simplex, are replaced row by row (see `clip_rows`).
+
     Returns the release and the seed indices that it holds.
     """
     vectors = clip_rows(local.tensors["vectors"], mechanism.clip)
-    predictions = np.asarray(local.tensors["predictions"], np.float64)
-    if predictions.size and (predictions.min() < -1e-6 or abs(predictions.sum(axis=1) - 1).max() > 1e-4):
-        raise SecureflError("predictions must lie in the simplex, or their sensitivity is not 1")
+    predictions = _simplex_rows(local.tensors["predictions"])
     draw = noise.generator
     sums = _sums(vectors, assignment, clusters)
     sums = sums + draw.normal(0, mechanism.clip * mechanism.noise_multiplier, sums.shape)

@@ -2,7 +2,8 @@
 
 Everything goes to `OUT.partial` and is renamed to `OUT` when the run is complete, so that a folder with the
 asked-for name is always whole. Releases are the very bytes that left, as their intended recipient could
-read them; the truth behind them is written apart and only the scoring of an attack reads it.
+read them; the truth behind them is written apart, readable by its owner alone, and only the scoring of an
+attack reads it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from securefl.files import write_atomic
 from securefl.messages import RoundPlan
 from securefl.privacy import release_average
 from securefl.release import PayloadKind, Tensors, encode_release, fingerprint
+
+_PRIVATE = "truth"
+
+
+def release_name(round: int, step: str, kind: str) -> str:
+    """The file name of a release below releases/NAME."""
+    return f"r{round:03d}-{step}-{kind}.safetensors"
 
 
 class RunFolder:
@@ -53,12 +61,12 @@ class RunFolder:
         self, client: str, plan: RoundPlan, kind: PayloadKind, body: bytes, evidence: Mapping[str, Any]
     ) -> None:
         """Record a release and, apart from it, the rows behind each of its centroids."""
-        name = f"r{plan.round:03d}-{plan.step.value}-{kind.value}.safetensors"
+        name = release_name(plan.round, plan.step.value, kind.value)
         write_atomic(self._sub("releases", client) / name, body)
         if "clusters" in evidence:
             truth = {"release": name, "clusters": evidence["clusters"]}
-            target = self._sub("truth", client) / f"r{plan.round:03d}-{plan.step.value}.json"
-            write_atomic(target, json.dumps(truth).encode())
+            target = self._sub(_PRIVATE, client) / f"r{plan.round:03d}-{plan.step.value}.json"
+            write_atomic(target, json.dumps(truth).encode(), mode=0o600)
 
     def global_model(self, number: int, tensors: Tensors, base: str, labels: Sequence[str]) -> None:
         """Record the weights that the server sent to all silos at the start of a round (or at the end)."""
@@ -69,15 +77,15 @@ class RunFolder:
     def truth(self, corpus: Corpus) -> None:
         """Write the rows that each silo trains on, and the rows that are nobody's."""
         for name, rows in corpus.train.items():
-            self._rows(self._sub("truth", name) / "rows.jsonl", rows, corpus.labels)
-        self._rows(self._sub("truth") / "pool.jsonl", corpus.pool, corpus.labels)
+            self._rows(self._sub(_PRIVATE, name) / "rows.jsonl", rows, corpus.labels)
+        self._rows(self._sub(_PRIVATE) / "pool.jsonl", corpus.pool, corpus.labels)
 
     def _rows(self, path: Path, rows: Rows, labels: Sequence[str]) -> None:
         lines = [
             json.dumps({"id": row, "text": text, "label": labels[int(label)]}, ensure_ascii=False)
             for row, text, label in zip(rows.ids, rows.texts, rows.labels, strict=True)
         ]
-        write_atomic(path, ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
+        write_atomic(path, ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"), mode=0o600)
 
     def text(self, relative: str, content: str) -> Path:
         """Write a text file of the run."""
@@ -87,8 +95,10 @@ class RunFolder:
         return path
 
     def _sub(self, *parts: str) -> Path:
-        path = self.path.joinpath(*parts)
-        path.mkdir(parents=True, exist_ok=True)
+        path = self.path
+        for part in parts:
+            path = path / part
+            path.mkdir(parents=True, exist_ok=True, mode=0o700 if parts[0] == _PRIVATE else 0o777)
         return path
 
     def finish(self) -> None:

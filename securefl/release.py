@@ -245,8 +245,12 @@ def decode_release(data: bytes, limits: Limits = Limits()) -> Release:
     return release_from(decode(data, limits))
 
 
+# No weight or hidden value of a working model comes near it; what does is meant to overflow somebody's sums.
+MAX_MAGNITUDE = 1e6
+
+
 def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]], whose: str) -> None:
-    """Require exactly the float32 arrays of `expected` (name to shape), all finite.
+    """Require exactly the float32 arrays of `expected` (name to shape), all finite and below MAX_MAGNITUDE.
 
     `whose` names the sender in the message. Raises WrongShape or NonFiniteUpdate.
     """
@@ -261,6 +265,11 @@ def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]], who
             )
         if not np.isfinite(array).all():
             raise NonFiniteUpdate(f"tensor {name} of {whose} holds NaN or infinity; its update was refused")
+        if array.size and np.abs(array).max() > MAX_MAGNITUDE:
+            raise NonFiniteUpdate(
+                f"tensor {name} of {whose} holds values above {MAX_MAGNITUDE:g}, which would overflow; "
+                "its update was refused"
+            )
 
 
 def fingerprint(tensors: Tensors) -> str:

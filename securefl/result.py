@@ -1,31 +1,62 @@
 """The schema of `result.json`: what every run writes and every reader can rely on.
 
-Fields may be added, none renamed or removed; `securefl.result/1` stays the name until one is.
+Touches no file. Fields may be added, none renamed or removed; `securefl.result/1` stays the name until one
+is.
 """
 
 from __future__ import annotations
 
+import math
 import platform
+import re
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from securefl.messages import Dropped
+from securefl.errors import ProtocolError
+from securefl.messages import NAME, Dropped
+from securefl.release import parse_json
+
+
+def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] > interval[1]:
+        raise ValueError("the lower end of an interval is above its upper end")
+    return interval
+
+
+def _figure(value: Any) -> Any:
+    """A model that diverged has a perplexity beyond all floats: no figure, and the run is not lost for it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(ge=0)]
+Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]
 
 
 class _Row(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RoundRow(_Row):
     """One round. Bytes are those of sealed envelopes; `dropped` names silos, `refusals` says why."""
 
-    round: int
-    seconds: float
-    bytes_up: int
-    bytes_down: int
+    round: int = Field(ge=1)
+    seconds: Positive
+    bytes_up: Count
+    bytes_down: Count
     dropped: list[str] = []
     refusals: list[Dropped] = []
 
@@ -33,11 +64,11 @@ class RoundRow(_Row):
 class ReleaseRow(_Row):
     """One release in the result: what left, for whom, readable by whom, under which claim."""
 
-    round: int
+    round: int = Field(ge=1)
     kind: str
     recipients: list[str]
     readable_by: list[str]
-    bytes: int
+    bytes: Count
     sha256: str
     claim: dict[str, Any]
 
@@ -52,39 +83,39 @@ class ClientRow(_Row):
 
     name: str
     model: str
-    train_rows: int
-    validation_rows: int
-    labels: dict[str, int]
-    test_accuracy: float
-    test_interval: tuple[float, float]
-    baseline_accuracy: float
-    epsilon: float | None
-    private_epsilon: float | None
-    delta: float | None
+    train_rows: Count
+    validation_rows: Count
+    labels: dict[str, Count]
+    test_accuracy: Share
+    test_interval: Annotated[tuple[Share, Share], AfterValidator(_ordered)]
+    baseline_accuracy: Share
+    epsilon: Positive | None
+    private_epsilon: Positive | None
+    delta: Share | None
     simulated: bool
     no_finite_epsilon: list[str]
     releases: list[ReleaseRow]
-    bytes_up: int
+    bytes_up: Count
     kept_candidate: bool | None = None
 
 
 class Difference(_Row):
     """Mean test accuracy over silos minus the baseline's, with a paired bootstrap interval over test rows."""
 
-    value: float
-    interval: tuple[float, float]
+    value: float = Field(ge=-1, le=1)
+    interval: Interval
     within_noise: bool
 
 
 class ServerRow(_Row):
     """The server's view; None where the method has no such figure."""
 
-    test_accuracy: float | None = None
-    nlu_accuracy: float | None = None
-    nlg_accuracy: float | None = None
-    perplexity_before: float | None = None
-    perplexity_after: float | None = None
-    nlu_accuracy_before: float | None = None
+    test_accuracy: Share | None = None
+    nlu_accuracy: Share | None = None
+    nlg_accuracy: Share | None = None
+    perplexity_before: Annotated[Positive | None, BeforeValidator(_figure)] = None
+    perplexity_after: Annotated[Positive | None, BeforeValidator(_figure)] = None
+    nlu_accuracy_before: Share | None = None
     kl: list[float] = []
     synthetic: list[dict[str, Any]] = []
 
@@ -95,26 +126,53 @@ class Result(_Row):
     difference: to each silo alone (None for standalone). against: to other runs on the same rows, by name.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     schema_: Literal["securefl.result/1"] = Field("securefl.result/1", alias="schema")
     method: str
     name: str
     run: str
-    seed: int
+    seed: Count
     config: dict[str, Any]
-    rounds: list[RoundRow]
-    clients: list[ClientRow]
+    rounds: list[RoundRow] = Field(min_length=1)
+    clients: list[ClientRow] = Field(min_length=1)
     server: ServerRow
     difference: Difference | None
     against: dict[str, Difference] = {}
-    test_rows: int
-    seconds: float
-    peak_memory_bytes: int
+    test_rows: Count
+    seconds: Positive
+    peak_memory_bytes: Count
     versions: dict[str, str]
+
+    @model_validator(mode="after")
+    def _each_silo_once(self) -> Result:
+        name, times = Counter(row.name for row in self.clients).most_common(1)[0]
+        if times > 1:
+            raise ValueError(f"two silos have the name {name[:64]!r}")
+        return self
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=2)
+
+
+def parse_result(data: bytes, where: str) -> Result:
+    """The bytes of a result.json. `where`, the file, begins the message of a ProtocolError.
+
+    Names of silos become parts of paths for whoever reads a run's folder, so here they must be names.
+    """
+    try:
+        result = Result.model_validate(parse_json(data))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        place = field[:80].encode("ascii", "backslashreplace").decode() or "the document"
+        raise ProtocolError(f"{where}: {place}: is not as a run writes it ({first['msg']})") from None
+    except ValueError as error:
+        raise ProtocolError(f"{where}: is not strict JSON, as a run writes it") from error
+    for index, row in enumerate(result.clients):
+        if not re.fullmatch(NAME, row.name):
+            raise ProtocolError(f"{where}: clients.{index}.name: is not the name of a silo")
+    return result
 
 
 def versions(libraries: Sequence[str]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from securefl.errors import (
 from securefl.messages import Dropped, FedKcTerms, Header, Party, RoundPlan, Step
 from securefl.methods.averaging import weighted_mean
 from securefl.release import (
+    NonPrivate,
     PayloadKind,
     Release,
     Tensors,
@@ -74,7 +75,9 @@ class Server:
 
     @property
     def step(self) -> Step:
-        """What the silos are being asked for."""
+        """What the silos are being asked for. Raises WrongRound once the run is over."""
+        if self.finished:
+            raise WrongRound("the run is over; no further message belongs to it")
         return self._steps[0]
 
     def _steps_of_round(self) -> list[Step]:
@@ -211,8 +214,12 @@ class Server:
         if body.kind is not header.kind:
             raise PayloadError(f"{name} sent {body.kind} in an envelope marked {header.kind}")
         if body.kind is PayloadKind.UNAVAILABLE:
+            if body.document or body.tensors:
+                raise PayloadError(f"{name} says that it takes no part, and something besides")
             return None
         release = release_from(body)
+        if not isinstance(release.claim, NonPrivate):
+            raise PayloadError(f"{name} claims privacy for a {release.kind.value}; no mechanism gives it")
         if release.kind is PayloadKind.MODEL:
             check_tensors(release.tensors, self.shapes[name], name)
             rows = release.info.get("rows")
@@ -220,9 +227,10 @@ class Server:
                 raise PayloadError(f"{name} sent a row count that is not a positive whole number")
         elif release.kind is PayloadKind.METRICS:
             figures = release.info.get("metrics")
-            if not isinstance(figures, dict) or not all(
-                type(x) in (int, float, bool) for x in figures.values()
-            ):
+            plain = isinstance(figures, dict) and all(
+                type(x) in (int, float, bool) and abs(x) <= MAX_ROWS for x in figures.values()
+            )
+            if not plain or release.tensors:
                 raise PayloadError(f"{name} sent metrics that are not figures")
         return release
 

@@ -7,6 +7,7 @@ alone may see the rows and the results of all; what it writes for the auditor is
 from __future__ import annotations
 
 import copy
+import math
 import resource
 import secrets
 import sys
@@ -19,17 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from securefl.client import Client
-from securefl.config import AVERAGING, PERMIT_EMBEDDINGS, Config
+from securefl.config import AVERAGING, Config
 from securefl.crosslm_worker import CrossLmWorker
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, Rows
-from securefl.errors import NotAvailable, PolicyRefusal, ProtocolError, Refused, TooFewSilos
+from securefl.errors import (
+    NotAvailable,
+    ProtocolError,
+    Refused,
+    SecureflError,
+    TooFewSilos,
+)
 from securefl.ledger import Ledger
 from securefl.local import SiloData, derive_seed
-from securefl.messages import Step
+from securefl.messages import Dropped, Step
 from securefl.model_card import model_card
 from securefl.models import Slm
-from securefl.policy import simulated_policy
+from securefl.policy import refuse_early, simulated_policy
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, link_duplicates
 from securefl.result import ClientRow, ReleaseRow, Result, RoundRow, ServerRow, versions
@@ -92,20 +99,8 @@ class Simulation:
     # --- before anything runs
 
     def _refuse_early(self) -> None:
-        """What every silo's policy would refuse in the second round is refused before the first."""
-        config = self.config
-        exposed = config.fedkc.compose == "embeddings" and config.fedkc.source == "peers"
-        unprotected = exposed and not config.privacy.centroids.noised
-        if (
-            config.federation.method == "fedkc"
-            and unprotected
-            and config.policy.allow_embedding_centroids is None
-        ):
-            raise PolicyRefusal(
-                'fedkc.compose = "embeddings" without noise lets peers read tokens back; set an epsilon in '
-                f'privacy.centroids, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"'
-            )
-        models = config.slm.models
+        refuse_early(self.config)
+        models = self.config.slm.models
         if len(models) not in (1, len(self.corpus.train)):
             raise NotAvailable(
                 f"slm.models names {len(models)} models for {len(self.corpus.train)} silos; "
@@ -221,7 +216,7 @@ class Simulation:
                 self.folder.global_model(number, server.model, *self._base())
             while not server.finished and server.round == number:
                 self._step(server, transport, worker)
-            refusals = server.dropped[dropped:]
+            refusals = server.dropped[dropped:] + self._ignored_peers()
             rounds.append(
                 RoundRow(
                     round=number,
@@ -240,16 +235,29 @@ class Simulation:
             return rounds, ServerRow(test_accuracy=float(right.mean()))
         return rounds, self._llm_row(worker, before)
 
+    def _ignored_peers(self) -> list[Dropped]:
+        """Peers whose centroids some silo could not use in this round, each once."""
+        found: dict[str, Dropped] = {}
+        for client in self.clients.values():
+            for entry in client.ignored:
+                found.setdefault(entry.name, entry)
+            client.ignored.clear()
+        return list(found.values())
+
     def _base(self) -> tuple[str, tuple[str, ...]]:
         return self.config.slm.models[0], self.corpus.labels
 
     def _step(self, server: Server, transport: MemoryTransport, worker: CrossLmWorker | None) -> None:
         step, number = server.step, server.round
+        failures: list[SecureflError] = []
         for name, plan in server.outgoing().items():
             try:
                 server.receive(transport.request(name, plan))
-            except ProtocolError as error:
+            except Refused:
+                raise
+            except SecureflError as error:
                 server.drop(name, error)
+                failures.append(error)
             units = float(self.config.round_epochs(number)) if step in (Step.SHARE, Step.TRAIN) else 0.0
             self.progress(units, f"round {number}, {step.value}: {name}")
         if step is Step.TRAIN and worker is not None:
@@ -260,6 +268,10 @@ class Simulation:
             refusals: list[Refused] = [r for client in self.clients.values() for r in client.refusals]
             if refusals:
                 raise refusals[0] from None
+            # A training that became NaN, say: what the silo could not do says more than that it is missing.
+            inside = [error for error in failures if not isinstance(error, ProtocolError)]
+            if inside:
+                raise inside[0] from None
             raise
 
     # --- CrossLM
@@ -309,9 +321,9 @@ class Simulation:
         return ServerRow(
             nlu_accuracy=after[0],
             nlu_accuracy_before=before[0],
-            perplexity_before=before[1],
-            perplexity_after=after[1],
-            nlg_accuracy=worker.nlg_accuracy([client.slm for client in self.clients.values()]),
+            perplexity_before=_figure(before[1]),
+            perplexity_after=_figure(after[1]),
+            nlg_accuracy=_figure(worker.nlg_accuracy([client.slm for client in self.clients.values()])),
             kl=worker.kl,
             synthetic=worker.samples,
         )
@@ -399,8 +411,13 @@ class Simulation:
             slm = self.clients[row.name].slm
             folder = self.folder.path / "models" / row.name
             folder.parent.mkdir(exist_ok=True)
-            slm.save(folder, model_card(slm, row, result.method, result.test_rows))
+            slm.save(folder, model_card(slm, row, result))
         link_duplicates(sorted((self.folder.path / "models").glob("*/model.safetensors")))
+
+
+def _figure(value: float) -> float | None:
+    """None where there was nothing to measure (a language model that wrote no usable text)."""
+    return value if math.isfinite(value) else None
 
 
 def peak_memory() -> int:

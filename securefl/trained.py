@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from securefl._model_files import appearing
 from securefl._tables import read_texts
 from securefl.errors import ModelError, UsageError
 from securefl.files import write_atomic
+from securefl.messages import NAME
 from securefl.models import load_trained
 from securefl.training import probabilities
 
@@ -24,15 +27,24 @@ def export_model(run: Path, name: str, out: Path) -> None:
     if not (run / "result.json").is_file():
         raise UsageError(f"{run}: is not the folder of a finished run (it has no result.json)")
     source = run / "models" / name
-    if not source.is_dir():
+    if re.fullmatch(NAME, name) is None or not source.is_dir():
         there = ", ".join(sorted(path.name for path in (run / "models").glob("*"))) or "none"
         raise UsageError(f"{run}: has no model of {name!r}; it has {there}")
     if out.exists():
         raise UsageError(f"{out}: exists already; choose another --out or remove it")
+    _check_plain(source)
     load_trained(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     with appearing(out) as draft:
         shutil.copytree(source, draft, dirs_exist_ok=True)
+
+
+def _check_plain(folder: Path) -> None:
+    """Refuse links and devices: a copy would take in what lies outside the folder."""
+    for path in (folder.parent, folder, *sorted(folder.rglob("*"))):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ModelError(f"{path}: is a link or a device, which is not copied; a run writes none")
 
 
 def predict_file(model: Path, source: Path, out: Path, text: str = "text") -> int:
@@ -42,6 +54,8 @@ def predict_file(model: Path, source: Path, out: Path, text: str = "text") -> in
     """
     if out.is_dir():
         raise UsageError(f"{out}: is a folder; name a file for the predictions")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise UsageError(f"{out}: is the file to classify; name another for the predictions")
     texts = read_texts(source, text)
     slm = load_trained(model)
     chances_of_rows = probabilities(slm, texts)

@@ -35,10 +35,10 @@ def test_equal_numpy_average_and_any_order_of_arrival() -> None:
 
 
 def test_the_sum_is_kept_in_float64() -> None:
-    # In float32 the ones are lost beside 2**24: the plain sum would be 2**24, whose third is 5592405.33.
-    updates = {"a": update(2.0**24), "b": update(1.0), "c": update(1.0)}
+    # In float32 each 2**-5 is lost beside 2**19, whose spacing is 2**-4: the plain sum would be 2**19.
+    updates = {"a": update(2.0**19), "b": update(2.0**-5), "c": update(2.0**-5)}
     mean = weighted_mean(updates, dict.fromkeys(updates, 1.0))
-    assert mean["w"][0] == np.float32((2**24 + 2) / 3)
+    assert mean["w"][0] == np.float32((2**19 + 2**-4) / 3)
 
 
 def test_one_silo_and_a_silo_of_weight_zero() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from securefl.cli import app, run_app
+from securefl.cli import app, clean, run_app
 from securefl.result import Result
 from tests.test_simulation import METHODS
 
@@ -325,3 +328,158 @@ def test_the_method_table_is_whole() -> None:
     from securefl.config import METHODS as names
 
     assert {fields["federation"]["method"] for fields in METHODS.values()} == set(names)
+
+
+@pytest.mark.parametrize("out", [".", "/", "x/..", "file", "file/below", "link", "n" * 201])
+def test_an_out_that_cannot_be_is_refused_before_any_work(
+    out: str, toml: Toml, securefl: Securefl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    (work / "file").write_text("kept")
+    (work / "link").symlink_to("nowhere")
+    commands: list[tuple[object, ...]] = [
+        ("simulate", toml()),
+        ("simulate", "nowhere.toml"),  # so the place is looked at first
+        ("demo",),
+        ("keygen", "a"),
+    ]
+    for command in commands:
+        ran = securefl(*command, "--out", out)
+        assert ran.code == 2
+        assert len(ran.err.strip().splitlines()) == 1
+        assert "nowhere.toml" not in ran.err
+        assert sorted(path.name for path in work.iterdir()) == ["file", "link"]
+
+
+def test_predict_replaces_no_device_no_link_and_not_its_input(securefl: Securefl, tmp_path: Path) -> None:
+    new = _csv(tmp_path, b"text\nhello\n", "new.csv")
+    (tmp_path / "link").symlink_to(new)
+    for out in ("/dev/full", tmp_path / "link", tmp_path, new):
+        ran = securefl("predict", tmp_path, new, "--out", out)
+        assert (ran.code, str(out) in ran.err) == (2, True)
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)  # noqa: PTH116
+    assert new.read_bytes() == b"text\nhello\n"
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[" * 100_000, "", '{"schema": "securefl.result/1"}'])
+def test_resume_over_a_broken_result(content: str, toml: Toml, securefl: Securefl, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/result.json").write_text(content)
+    ran = securefl("simulate", toml(), "--out", tmp_path / "run", "--resume")
+    assert (ran.code, len(ran.err.strip().splitlines())) == (2, 1)
+    assert "result.json" in ran.err
+
+
+@pytest.mark.parametrize("taken", ["a.key", "a.card.json", "folder"])
+def test_keygen_overwrites_nothing_and_leaves_no_half(taken: str, securefl: Securefl, tmp_path: Path) -> None:
+    if taken == "folder":
+        (tmp_path / "a.card.json").mkdir()
+    else:
+        (tmp_path / taken).write_text("kept")
+    before = sorted(tmp_path.iterdir())
+    ran = securefl("keygen", "a", "--out", tmp_path)
+    assert (ran.code, "exists already" in ran.err) == (2, True)
+    assert sorted(tmp_path.iterdir()) == before
+    assert taken == "folder" or (tmp_path / taken).read_text() == "kept"
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "model", "deep"])
+def test_export_copies_nothing_from_outside_the_run(
+    what: str, securefl: Securefl, tmp_path: Path, tiny_encoder: Path
+) -> None:
+    model = tmp_path / "run/models/silo-1"
+    model.parent.mkdir(parents=True)
+    (tmp_path / "run/result.json").write_text("{}")
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("secret")
+    if what == "model":
+        model.symlink_to(tiny_encoder)
+    else:
+        model.mkdir()
+    if what == "file":
+        (model / "README.md").symlink_to(secret / "key")
+    elif what == "folder":
+        (model / "more").symlink_to(secret)
+    elif what == "deep":
+        (model / "config.json").write_text("[" * 100_000)
+    ran = securefl("export", tmp_path / "run", "silo-1", "--out", tmp_path / "out")
+    assert ran.code == 2
+    assert ("not valid JSON" if what == "deep" else "is a link") in ran.err
+    for name in ("..", ".", "../models/silo-1"):
+        assert securefl("export", tmp_path / "run", name, "--out", tmp_path / "out").code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hostile_name_stays_one_line_and_steers_no_terminal(
+    toml: Toml, securefl: Securefl, tmp_path: Path
+) -> None:
+    path = toml(extra='["x\\u001b[2J\\nsecurefl: all is well\\u009b1m\\u202e"]')
+    ran = securefl("simulate", path, "--out", tmp_path / "run")
+    assert ran.code == 2
+    assert len(ran.err.splitlines()) == 1
+    assert not {"\x1b", "\x9b", "\u202e"} & set(ran.err)
+    assert "\ufffd[2J\ufffdsecurefl" in ran.err
+
+
+def test_clean_keeps_text_and_replaces_what_is_none() -> None:
+    assert clean("Zürich 東京 a\tb\x7f\u2028\udcff") == "Zürich 東京 a\ufffdb\ufffd\ufffd\ufffd"
+    assert clean("a\nb\r", keep="\n") == "a\nb\ufffd"
+
+
+def test_a_path_that_cannot_be_is_bad_usage(securefl: Securefl, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / ("x" * 300), tmp_path / "file/x", tmp_path / "loop"):
+        for command in (
+            ("inspect", path),
+            ("ledger", "verify", path),
+            ("simulate", path, "--out", tmp_path / "o"),
+        ):
+            ran = securefl(*command)
+            assert (ran.code, len(ran.err.strip().splitlines())) == (2, 1), command
+
+
+PROGRAM = [sys.executable, "-m", "securefl"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(closed: str, toml: Toml) -> None:
+    line = f"{sys.executable} -m securefl inspect --json {toml()} {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.stdout != "") == (closed == "2>&-")
+
+
+def test_a_full_disk_behind_the_output_is_one_sentence(toml: Toml) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PROGRAM, "inspect", "--json", str(toml())],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_says_how_to_go_on(toml: Toml, tmp_path: Path) -> None:
+    path = toml(rounds=1000)
+    run = subprocess.Popen(
+        [*PROGRAM, "simulate", str(path), "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not (tmp_path / "run.partial/truth").is_dir() and time.monotonic() < until:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "--resume" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "run.partial").is_dir()

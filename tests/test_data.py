@@ -337,10 +337,11 @@ def test_a_split_by_column(tmp_path: Path, files: tuple[Path, Path]) -> None:
         (["A b", "a-b"], 'values "A b" and "a-b" both give the silo name a-b'),
         (["a", "東京"], 'value "東京" gives no usable silo name'),
         (["a", "Server"], 'value "Server" gives no usable silo name'),
+        (["a", "Pool.jsonl"], 'value "Pool.jsonl" gives no usable silo name'),
         (["x" * 64 + "1", "x" * 64 + "2"], r"\(65 characters\) and \(65 characters\) both give"),
         (["a", ""], 'line 8: column "site" is empty'),
     ],
-    ids=["one", "many", "collision", "no-letters", "reserved", "long", "empty"],
+    ids=["one", "many", "collision", "no-letters", "reserved", "file", "long", "empty"],
 )
 def test_a_column_that_gives_no_silos(tmp_path: Path, values: list[str], fault: str) -> None:
     train = with_column(tmp_path / "train.csv", values, 6)

@@ -268,15 +268,18 @@ def test_relayed_centroids_are_checked_by_the_client(sharing: Parties) -> None:
     assert sharing.server.step is Step.TRAIN
     honest = dict(sharing.server._relay)
     for lie, expected in [
-        ({"silo-2": honest["silo-3"]}, UnknownSender),
-        ({"silo-2": _flip(honest["silo-2"])}, BadSignature),
-        ({"silo-2": honest["silo-1"]}, ProtocolError),
+        ({"silo-2": honest["silo-3"]}, "UnknownSender"),
+        ({"silo-2": _flip(honest["silo-2"])}, "BadSignature"),
+        ({"silo-2": honest["silo-1"]}, "UnknownSender"),
+        ({"silo-2": honest["silo-2"][:50]}, "MalformedEnvelope"),
     ]:
         sharing.server._relay = {**honest, **lie}
-        client = copy.copy(sharing.clients["silo-1"])
-        with pytest.raises(expected):
-            client.handle(sharing.server.outgoing()["silo-1"])
-        sharing.clients["silo-1"]._place = (2, 0)
+        client = sharing.clients["silo-1"]
+        client._place = (2, 0)
+        answer = client._knowledge(*client._open_plan(sharing.server.outgoing()["silo-1"]))
+        assert len(answer) == 1, "only the centroids of silo-3 are used"
+        assert [(entry.name, entry.error) for entry in client.ignored] == [("silo-2", expected)]
+        client.ignored.clear()
 
 
 # --- an active server
@@ -475,3 +478,88 @@ def test_absurd_centroids_of_a_peer_are_refused(sharing: Parties, name: str, arr
     bad = Release(PayloadKind.CENTROIDS, {**tensors, name: array}, {"encoder": plan.model}, good.claim)
     with pytest.raises(PayloadError, match="silo-2"):
         victim._checked_knowledge(bad, plan, "silo-2", header)
+
+
+def test_a_bad_peer_does_not_silence_the_others(sharing: Parties) -> None:
+    """silo-1 seals rubbish to its peers; they go on without it and name it."""
+    plans = sharing.server.outgoing()
+    peers = [sharing.clients[name].identity.card for name in ("silo-2", "silo-3")]
+    junk = _reseal(sharing, "silo-1", b"junk", PayloadKind.CENTROIDS, cards=peers)
+    sharing.server.receive(junk)
+    for name in ("silo-2", "silo-3"):
+        sharing.server.receive(sharing.clients[name].handle(plans[name]))
+    sharing.server.close_step()
+    for name, plan in sharing.server.outgoing().items():
+        sharing.server.receive(sharing.clients[name].handle(plan))
+    sharing.server.close_step()
+    for name in ("silo-2", "silo-3"):
+        assert [entry.name for entry in sharing.clients[name].ignored] == ["silo-1"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set(rounds=1), _set(rounds=100), _set(epochs=7), _set(method="fedavg"), _set(answer="metrics"),
+        lambda document, _: document["cohort"].pop(),
+        lambda document, _: document["cohort"].append(document["cohort"][0]),
+        lambda document, _: document["fedkc"].update(clusters=4096),
+        lambda document, _: document["fedkc"].update(compose="embeddings"),
+        lambda document, _: document["fedkc"].update(alpha=9.0),
+        _set(fedkc=None),
+    ],
+    ids=["fewer rounds", "more rounds", "epochs", "method", "answer", "cohort cut", "cohort twice",
+         "clusters", "layer", "alpha", "no terms"],
+)  # fmt: skip
+def test_a_plan_other_than_agreed_gets_nothing(
+    sharing: Parties, change: Callable[[dict[str, Any], dict[str, Any]], None]
+) -> None:
+    """Fewer rounds would mean more of the budget each; a smaller cohort, readers of the server's choice."""
+    client = sharing.clients["silo-1"]
+    before = len(client.ledger.entries)
+    answer = client.handle(_plan(sharing, change))
+    assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    assert len(client.refusals) == 1
+    assert len(client.ledger.entries) == before
+
+
+@pytest.mark.parametrize("value", [3e38, -2e6])
+def test_values_meant_to_overflow_are_refused(parties: Parties, value: float) -> None:
+    state = dict(parties.clients["silo-1"].slm.state())
+    first = sorted(state)[0]
+    state[first] = np.full_like(state[first], value)
+    body = encode_release(Release(PayloadKind.MODEL, state, {"rows": 5}, NonPrivate(reason="test")))
+    with pytest.raises(NonFiniteUpdate, match="silo-1"):
+        parties.server.receive(_reseal(parties, "silo-1", body, PayloadKind.MODEL))
+
+
+def test_weights_that_overflow_on_rows_are_an_error_without_noise_and_none_with_it(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Whether a private release is made must not depend on a row; without noise it may."""
+    for number, centroids in enumerate(({"min_size": 2}, {"min_size": 2, "epsilon": 4.0, "clip": 5.0})):
+        config = tiny_config(
+            tiny_encoder, tiny_data, federation={"method": "fedkc"}, privacy={"centroids": centroids}
+        )
+        (tmp_path / str(number)).mkdir()
+        ready = make_parties(config, tmp_path / str(number))
+        ready.play(lambda server: server.round == 2)
+        for name in ready.server.model:
+            if name.endswith("output.dense.weight"):
+                ready.server.model = {**ready.server.model, name: np.full_like(ready.server.model[name], 1e6)}
+        client = ready.clients["silo-1"]
+        plan = ready.server.outgoing()["silo-1"]
+        try:
+            answer = client.handle(plan)
+        except ProtocolError:
+            assert len(client.ledger.entries) == 1
+        else:
+            assert envelope.read_header(answer).kind is PayloadKind.CENTROIDS
+
+
+def test_a_finished_server_refuses_a_late_message(parties: Parties) -> None:
+    answer = parties.answers()["silo-1"]
+    parties.server.finished = True
+    with pytest.raises(WrongRound):
+        parties.server.receive(answer)
+    with pytest.raises(WrongRound):
+        parties.server.outgoing()

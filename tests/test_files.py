@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from securefl.errors import UsageError
-from securefl.files import append_synced, read_limited, truncate_synced, write_atomic, write_new
+from securefl.files import append_synced, check_out, read_limited, truncate_synced, write_atomic, write_new
 
 
 def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -88,3 +88,74 @@ def test_append_and_truncate(tmp_path: Path) -> None:
         append_synced(tmp_path / "b", b"", 0)
     with pytest.raises(UsageError, match="cannot be written"):
         truncate_synced(tmp_path / "b", 0)
+
+
+def test_names_up_to_the_limit_of_the_file_system(tmp_path: Path) -> None:
+    for name in ("x" * 255, "\u6771" * 85):
+        write_atomic(tmp_path / name, b"1")
+        assert (tmp_path / name).read_bytes() == b"1"
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_atomic(tmp_path / ("x" * 256), b"")
+
+
+def places(folder: Path) -> dict[str, Path]:
+    """Places for a new folder that cannot be, and none of which is touched."""
+    (folder / "file").write_text("kept")
+    (folder / "real").mkdir()
+    (folder / "link").symlink_to(folder / "real")
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "half.partial").write_text("kept")
+    return {
+        "root": Path("/"),
+        "here": Path(),
+        "up": folder / "x" / "..",
+        "file": folder / "file",
+        "below a file": folder / "file" / "x" / "y",
+        "link": folder / "link",
+        "dangling": folder / "dangling",
+        "below a dangling link": folder / "dangling" / "x",
+        "loop": folder / "loop",
+        "below a loop": folder / "loop" / "x",
+        "long": folder / ("x" * 201),
+        "long in bytes": folder / ("\u6771" * 67),
+        "long parent": folder / ("x" * 256) / "y",
+        "deep": Path(str(folder) + "/x" * 3000),
+        "partial is a file": folder / "half",
+        "not UTF-8": folder / "\udcff",
+        "no parent": Path("/proc/nothing/run"),
+        "device": Path("/dev/null"),
+    }
+
+
+def test_places_that_cannot_be_made(tmp_path: Path) -> None:
+    found = places(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for what, path in found.items():
+        with pytest.raises(UsageError) as caught:
+            check_out(path)
+        assert "\n" not in str(caught.value), what
+        assert len(str(caught.value)) < 500, what
+    for path in (
+        Path("/dev/full"),
+        Path("/dev/null"),
+        tmp_path / "real",
+        tmp_path / "link",
+        tmp_path / "dangling",
+    ):
+        with pytest.raises(UsageError, match=r"is there and is not a plain file|is a link"):
+            check_out(path, file=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_places_that_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = places(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert check_out(Path("run")) == tmp_path.resolve() / "run"
+    assert check_out(Path("a/b/c")) == tmp_path.resolve() / "a/b/c"
+    assert check_out(found["link"] / "run") == tmp_path.resolve() / "real/run"
+    assert check_out(tmp_path / "real") == tmp_path.resolve() / "real"
+    assert check_out(tmp_path / ("x" * 200)).name == "x" * 200
+    assert check_out(found["file"], file=True) == tmp_path.resolve() / "file"
+    assert sorted(tmp_path.rglob("*")) == before

@@ -307,6 +307,8 @@ def broken(source: Path, folder: Path, what: str) -> Path:
             (folder / "config.json").unlink()
         case "config is no JSON":
             (folder / "config.json").write_text("{")
+        case "config is deep":
+            (folder / "config.json").write_text("[" * 100_000)
         case "config is a list":
             (folder / "config.json").write_text("[]")
         case "unknown type":
@@ -334,6 +336,7 @@ def broken(source: Path, folder: Path, what: str) -> Path:
 WRONG = {
     "no config": "no readable config.json",
     "config is no JSON": "not valid JSON",
+    "config is deep": "not valid JSON",
     "config is a list": "no model_type",
     "unknown type": "does not load",
     "no weights": "no weights",
@@ -364,7 +367,19 @@ def test_broken_llm_folders(what: str, tiny_llm: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["builtin:nothing", "no/such/folder/here", "./here", "nobody/has-this-model", ""]
+    "name",
+    [
+        "builtin:nothing",
+        "no/such/folder/here",
+        "./here",
+        "nobody/has-this-model",
+        "",
+        "~no-such-user/model",
+        "nul\0",
+        "x" * 300,
+        "x/" * 5000,
+    ],
+    ids=lambda name: ascii(name[:20]),
 )
 def test_names_that_lead_nowhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -158,11 +158,35 @@ def test_the_claim_travels_with_the_bytes() -> None:
     assert claim.simulated
 
 
-def test_predictions_outside_the_simplex_are_refused() -> None:
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_row_that_overflows_does_not_show(bad: float) -> None:
+    """A server could send weights that overflow on one word; with or without such a row all stays finite."""
     mechanism = CentroidMechanism(1.0, 1.0, 1.0, 1.0, 1e-5, 1)
-    local = LocalResult({"vectors": np.ones((2, 3)), "predictions": np.full((2, 2), 0.9)}, 2)
-    with pytest.raises(SecureflError, match="simplex"):
-        release_noisy_sums(local, np.zeros(2, np.int64), 1, mechanism, SILENT, {})
+    noise = Noise(_Zeros(), "none", True)  # type: ignore[arg-type]
+    vectors, predictions = np.ones((6, 3)), np.full((6, 2), 0.5)
+    vectors[5], predictions[5] = bad, bad
+    assignment = nearest_seed(vectors, np.eye(2, 3))
+    sums = {}
+    for rows in (5, 6):
+        local = LocalResult({"vectors": vectors[:rows], "predictions": predictions[:rows]}, rows)
+        release, _ = release_noisy_sums(local, np.zeros(rows, np.int64), 1, mechanism, noise, {})
+        assert all(np.isfinite(array).all() for array in release.tensors.values())
+        sums[rows] = release.tensors["centroids"][0] * release.tensors["sizes"][0]
+    assert np.linalg.norm(sums[6] - sums[5]) <= 1 + 1e-6
+    assert 0 <= assignment[5] < 2
+
+
+def test_predictions_outside_the_simplex_count_as_uniform() -> None:
+    mechanism = CentroidMechanism(1.0, 1.0, 1.0, 1.0, 1e-5, 1)
+    noise = Noise(_Zeros(), "none", True)  # type: ignore[arg-type]
+    votes = np.array([[0.9, 0.9], [1.0, 0.0], [50.0, -49.0]])
+    local = LocalResult({"vectors": np.ones((3, 3)), "predictions": votes}, 3)
+    release, _ = release_noisy_sums(local, np.zeros(3, np.int64), 1, mechanism, noise, {})
+    np.testing.assert_allclose(release.tensors["predictions"], [[2 / 3, 1 / 3]], atol=1e-5)
+
+
+def test_no_rows_are_no_rows() -> None:
+    assert clip_rows(np.zeros((0, 4, 3)), 1.0).shape == (0, 4, 3)
 
 
 def test_small_clusters_do_not_slip_out_unnoised() -> None:

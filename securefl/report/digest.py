@@ -218,7 +218,8 @@ def _accuracy_sentences(results: Sequence[Result]) -> list[str]:
             assert top.difference is not None
             most = " most" if len(chosen) > 1 else ""
             sentences.append(
-                f"{run_name(top)} {verb}{most}: {accuracy(mean_accuracy(top))}, a difference of "
+                f"{run_name(top)} {verb}{most}: {accuracy(mean_accuracy(top))}, against "
+                f"{accuracy(mean_baseline(top))} alone with as many local passes, a difference of "
                 f"{signed(top.difference.value)} (95 % interval {interval(top.difference.interval, signed)})."
             )
     if same:

@@ -51,7 +51,7 @@ from securefl.report.page import (
 from securefl.result import Difference, Result
 
 WORDS = (
-    ("Silo", "An institution with its own texts, which never leave it."),
+    ("Silo", "An institution with its own texts. They are not sent; what is sent may still give them away."),
     ("Release", "One thing that left a silo. Each is written to the silo's ledger before it is sent."),
     ("Group average (centroid)", "The mean of a group of texts as the model sees them: numbers, not words. "
      "Whether words can be read back from it is what the audit measures."),
@@ -60,6 +60,9 @@ WORDS = (
      "known or not. “No finite epsilon” means that something left without such a bound."),
     ("Simulated", "The noise came from a fixed seed so that the run can be repeated. Whoever has the seed "
      "can take the noise off: the numbers hold for the mechanism, and protect nobody here."),
+    ("Pooled and token vectors", "What a model makes of a text as a whole, and of each word at its place "
+     "before any layer of the model mixes them."),
+    ("Perplexity", "How surprised the language model is by real text: lower is better."),
     ("95 % interval", "The range in which the true value plausibly lies, given how few rows were tested."),
     ("Within noise", "The interval of a difference contains zero: this test cannot tell the two apart."),
 )  # fmt: skip

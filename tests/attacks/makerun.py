@@ -1,12 +1,12 @@
 """Makes a run's folder for the auditor without a federation: real model, rows, releases and truth.
 
-Rows, model, releases and files are what a simulation makes, by the same functions; only keys, envelopes and
-training rounds are left out, so that a test can choose the partition, the claim and the faults.
+Rows, model, releases, ledgers and files are what a simulation makes, by the same functions; only envelopes
+and training rounds are left out, so that a test can choose the partition, the claim and the faults.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +14,11 @@ from typing import Any, cast
 import numpy as np
 
 from securefl.config import CentroidPrivacy, parse_config
+from securefl.crypto.identity import Identity
 from securefl.data import Corpus, Rows
+from securefl.ledger import Ledger
 from securefl.local import public_seeds
-from securefl.messages import RoundPlan, Step
+from securefl.messages import Party, RoundPlan, Step
 from securefl.methods.fedkc import cluster, compose
 from securefl.models import Slm, base_fingerprint
 from securefl.privacy import (
@@ -29,7 +31,7 @@ from securefl.privacy import (
     release_noisy_sums,
 )
 from securefl.recording import RunFolder
-from securefl.release import encode_release, fingerprint
+from securefl.release import Release, encode_release, fingerprint
 from securefl.result import ClientRow, ReleaseRow, Result, RoundRow, ServerRow
 from securefl.training import embed, probabilities
 
@@ -41,6 +43,7 @@ class Recipe:
     """layer: "pooled" or "embeddings". noise: None for exact means. random_groups: no k-means.
 
     info: overrides of the release's public facts. fault "no noise": the claim of a mechanism, and exact sums.
+    spoil: what a silo does to a release before it leaves, unknown to its ledger's kind and claim.
     """
 
     layer: str = "pooled"
@@ -54,6 +57,7 @@ class Recipe:
     seed: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
+    spoil: Callable[[Release], Release] = lambda release: release
 
 
 def corpus_of(texts: list[str], labels: list[str], per_silo: int, recipe: Recipe) -> Corpus:
@@ -133,26 +137,31 @@ def make_run(out: Path, slm: Slm, corpus: Corpus, recipe: Recipe) -> Path:
     folder.truth(corpus)
     folder.global_model(2, slm.state(), slm.name, slm.labels)
     clients = []
+    keys = {name: Identity.generate(name) for name in corpus.train}
+    (folder.path / "ledger").mkdir()
     for index, (name, rows) in enumerate(corpus.train.items()):
-        sent = []
+        folder.text(f"cards/{name}.json", keys[name].card.model_dump_json())
+        ledger = Ledger.create(folder.path / "ledger" / f"{name}.jsonl", keys[name])
         if recipe.method != "standalone":
             release, clusters = _release(slm, rows, recipe, recipe.seed + index)
-            body = encode_release(release)
+            body = encode_release(recipe.spoil(release))
             plan = RoundPlan.model_construct(round=2, step=Step.SHARE)
             folder.witness(name, plan, release.kind, body, {"clusters": clusters})
-            peers = [other for other in corpus.train if other != name]
-            sent = [
-                ReleaseRow(
-                    round=2,
-                    kind=release.kind.value,
-                    recipients=peers,
-                    readable_by=peers,
-                    bytes=len(body),
-                    sha256=hashlib.sha256(body).hexdigest(),
-                    claim=release.claim.model_dump(mode="json"),
-                )
+            peers = [
+                Party(name=other, key=keys[other].card.fingerprint) for other in corpus.train if other != name
             ]
-        clients.append(_client(name, slm, rows, sent))
+            ledger.append(
+                run=RUN,
+                round=2,
+                step=Step.SHARE.value,
+                kind=release.kind,
+                recipients=peers,
+                protection="peer",
+                envelope=body,
+                body=body,
+                claim=release.claim,
+            )
+        clients.append(_client(name, slm, rows, ledger))
     result = Result(
         method=recipe.method,
         name=recipe.method,
@@ -173,7 +182,8 @@ def make_run(out: Path, slm: Slm, corpus: Corpus, recipe: Recipe) -> Path:
     return out
 
 
-def _client(name: str, slm: Slm, rows: Rows, sent: list[ReleaseRow]) -> ClientRow:
+def _client(name: str, slm: Slm, rows: Rows, ledger: Ledger) -> ClientRow:
+    account = ledger.account()
     return ClientRow(
         name=name,
         model=slm.name,
@@ -183,11 +193,22 @@ def _client(name: str, slm: Slm, rows: Rows, sent: list[ReleaseRow]) -> ClientRo
         test_accuracy=0.5,
         test_interval=(0.0, 1.0),
         baseline_accuracy=0.5,
-        epsilon=None,
-        private_epsilon=None,
-        delta=None,
-        simulated=True,
-        no_finite_epsilon=[],
-        releases=sent,
+        epsilon=account.epsilon,
+        private_epsilon=account.private_epsilon,
+        delta=account.delta,
+        simulated=account.simulated,
+        no_finite_epsilon=list(account.nonprivate),
+        releases=[
+            ReleaseRow(
+                round=entry.round,
+                kind=entry.kind.value,
+                recipients=[party.name for party in entry.recipients],
+                readable_by=[party.name for party in entry.recipients],
+                bytes=entry.bytes,
+                sha256=entry.body_sha256,
+                claim=entry.claim.model_dump(mode="json"),
+            )
+            for entry in ledger.entries
+        ],
         bytes_up=0,
     )

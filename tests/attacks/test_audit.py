@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from attacks.runs import Run
 from securefl.cli import run_app
 from securefl.errors import ModelError, PayloadError, ProtocolError, SecureflError, UsageError
 from securefl.models import Slm, load_slm
-from securefl.release import encode_release
+from securefl.release import NonPrivate, Release, encode_release
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 
@@ -126,6 +128,38 @@ def test_too_few_rows_are_not_a_score_of_zero(slm: Slm, tmp_path: Path) -> None:
     assert "every cluster was withheld" in found.not_run[0].why
 
 
+def test_a_truth_without_rows_behind_an_exact_centroid_is_an_error(pooled: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(pooled, tmp_path / "run"))
+    file = run / "truth" / "silo-1" / "r002-share.json"
+    truth = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**truth, "clusters": [[], *truth["clusters"][1:]]}), encoding="utf-8")
+    with pytest.raises(ProtocolError, match="the truth names 0"):
+        audit(run)
+
+
+@pytest.mark.parametrize("layer", ["pooled", "embeddings"])
+@pytest.mark.parametrize("rows", [0, 3, 7])
+def test_noisy_centroids_of_few_rows_are_not_run(slm: Slm, tmp_path: Path, layer: str, rows: int) -> None:
+    """Noise alone keeps some centroids: none, or next to none, of the silo's rows may be behind them."""
+    recipe = Recipe(layer=layer, clusters=6, noise=9.0, min_size=1)
+    run = made(tmp_path, slm, recipe, rows=40)
+    for silo in recipe.silos:
+        file = run / "truth" / silo / "r002-share.json"
+        truth = json.loads(file.read_text(encoding="utf-8"))
+        assert truth["clusters"]
+        kept = iter(range(rows))
+        few = [[row for row in group if next(kept, None) is not None] for group in truth["clusters"]]
+        file.write_text(json.dumps({**truth, "clusters": few}), encoding="utf-8")
+    found = audit(run)
+    attack = "membership, likelihood ratio" if layer == "pooled" else "token recovery"
+    if layer == "pooled" or not rows:
+        assert found.findings == []
+        reasons = [one.why for one in found.not_run if one.attack == attack]
+        assert [why.split(",")[0] for why in reasons] == ["silo-1", "silo-2"]
+        assert all("needed" in why or "fewer" in why for why in reasons)
+    assert all(np.isfinite(f.value) for f in found.findings)
+
+
 def test_no_text_of_the_truth_is_written(layered: Path, tmp_path: Path) -> None:
     audit(layered, tmp_path / "out")
     written = (tmp_path / "out" / "audit.json").read_text(encoding="utf-8")
@@ -191,9 +225,52 @@ def test_truth_of_another_release_is_an_error(slm: Slm, tmp_path: Path) -> None:
     run = made(tmp_path, slm, Recipe())
     file = run / "truth" / "silo-1" / "r002-share.json"
     truth = json.loads(file.read_text(encoding="utf-8"))
-    truth["clusters"] = truth["clusters"][::-1]
-    file.write_text(json.dumps(truth), encoding="utf-8")
+    first, second, *rest = truth["clusters"]
+    other = {**truth, "clusters": [[second[0], *first[1:]], [first[0], *second[1:]], *rest]}
+    file.write_text(json.dumps(other), encoding="utf-8")
     with pytest.raises(ProtocolError, match="is not the mean of the rows"):
+        audit(run)
+    file.write_text(json.dumps({**truth, "clusters": truth["clusters"][::-1]}), encoding="utf-8")
+    with pytest.raises(ProtocolError, match=r"states \d+ rows, the truth names \d+"):
+        audit(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("sizes", lambda a: a * 0, "sizes: a centroid of no rows"),
+        ("sizes", lambda a: a[:-1], "is not a finite array"),
+        ("centroids", lambda a: a * np.float32("nan"), "centroids: is not a finite array"),
+        ("centroids", lambda a: a[0], "centroids: is not a finite array"),
+        ("centroids", lambda a: a[:, :-1], "are not of the width of the encoder"),
+        ("predictions", None, "lacks predictions"),
+    ],
+)
+def test_a_malformed_release_is_refused(
+    slm: Slm, tmp_path: Path, name: str, change: object, words: str
+) -> None:
+    """The silo itself released it so: ledger, result and file agree."""
+
+    def spoil(release: Release) -> Release:
+        tensors = {**release.tensors}
+        array = tensors.pop(name)
+        if change is not None:
+            tensors[name] = change(array)  # type: ignore[operator]
+        return replace(release, tensors=tensors)
+
+    run = made(tmp_path, slm, Recipe(noise=0.1, spoil=spoil))
+    with pytest.raises(ProtocolError, match=words):
+        audit(run)
+
+
+def test_a_claim_in_a_release_that_is_not_the_recorded_one_is_refused(slm: Slm, tmp_path: Path) -> None:
+    """The body claims more than the ledger charged: the file's hash is right, its claim is not."""
+
+    def spoil(release: Release) -> Release:
+        return replace(release, claim=NonPrivate(reason="another"))
+
+    run = made(tmp_path, slm, Recipe(noise=1.0, spoil=spoil))
+    with pytest.raises(ProtocolError, match="kind or claim is not the one"):
         audit(run)
 
 
@@ -206,15 +283,34 @@ def test_pool_rows_that_a_silo_has_are_no_controls(slm: Slm, tmp_path: Path) -> 
     assert len(Run(run).pool) == before
 
 
+def _clusters(clusters: object) -> str:
+    return json.dumps({"release": "r002-share-centroids.safetensors", "clusters": clusters})
+
+
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
         (lambda run: (run / "result.json").unlink(), "result.json"),
-        (lambda run: (run / "result.json").write_text("{}"), "result.json"),
         (lambda run: (run / "truth" / "pool.jsonl").unlink(), "pool.jsonl"),
         (lambda run: (run / "truth" / "pool.jsonl").write_text("no\n"), "line 1"),
-        (lambda run: (run / "truth" / "silo-1" / "r002-share.json").write_text("["), "r002-share.json"),
+        (lambda run: (run / "truth" / "pool.jsonl").write_text("[" * 200_000), "line 1"),
+        (lambda run: (run / "truth" / "silo-1" / "rows.jsonl").write_text("\n"), "no rows"),
+        (lambda run: (run / "truth" / "silo-1" / "rows.jsonl").write_text('{"id": 1}'), "line 1"),
         (lambda run: (run / "truth" / "silo-1" / "r002-share.json").unlink(), "which rows"),
+        *(
+            (lambda run, text=text: (run / "truth" / "silo-1" / "r002-share.json").write_text(text), word)
+            for text, word in (
+                ("[", "r002-share.json"),
+                ("[" * 200_000, "r002-share.json"),
+                ("[]", "which rows"),
+                (_clusters(None), "one list"),
+                (_clusters([[], []]), "one list"),
+                (_clusters(["row-1", {}, 3]), "one list"),
+                (_clusters([["row-1"], ["row-1"], []]), "behind two"),
+                (_clusters([[["row-1"]], [], []]), "row id"),
+                (_clusters([["no such row"], [], []]), "row id"),
+            )
+        ),
     ],
 )
 def test_a_malformed_folder_is_bad_usage(slm: Slm, tmp_path: Path, damage: object, word: str) -> None:

@@ -183,3 +183,19 @@ def test_controls_have_the_members_labels() -> None:
     assert len(set(chosen.tolist())) == len(chosen) > 100
     assert len(membership.match_labels(members, pool, np.random.default_rng(1), 40)) == 40
     assert not len(membership.match_labels(members, np.full(50, 3), np.random.default_rng(1), 40))
+
+
+@pytest.mark.parametrize("members", [0, 9])
+def test_no_row_in_a_released_cell_gives_no_score(members: int) -> None:
+    """One seed's centroid was withheld and all rows of a side are its: this side has nothing to score."""
+    rng = np.random.default_rng(5)
+    seeds = np.stack([np.full(WIDTH, -50.0), np.full(WIDTH, 50.0)])
+    auxiliary = np.concatenate([rows(30, rng) - 50, rows(30, rng) + 50])
+    # The released centroid is that of the second seed; rows around the first have none.
+    target = Target(np.full((1, WIDTH), 40.0), np.array([6.0]), claim(4.0, 300.0), seeds)
+    own, others = rows(9, rng) - 50, rows(20, rng) + 50
+    sides = (own[:members], others) if members == 0 else (own, own + 1)
+    scores = membership.attack(target, auxiliary, *sides, rng)
+    assert [len(side) for side in scores.ratio] == [0, 20 if members == 0 else 0]
+    assert [len(side) for side in scores.dot] == [0, 20 if members == 0 else 0]
+    assert scores.encoder_alone == (0.5, 0.0, 1.0)

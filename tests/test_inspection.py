@@ -1,0 +1,263 @@
+"""A run's folder against its ledgers, result.json against its schema, and documents that can be printed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attacks.runs import Run
+from securefl.cli import app, run_app
+from securefl.errors import ProtocolError, UsageError
+from securefl.inspection import inspect_path, verify_run
+from securefl.models import load_slm
+from securefl.release import NonPrivate, PayloadKind, Release, encode_release
+from securefl.result import Result, ServerRow, parse_result
+from tests import tiny
+from tests.attacks.makerun import Recipe, corpus_of, make_run
+from tests.samples import make_result
+
+SHARED = "r002-share-centroids.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inspection")
+    slm = load_slm(
+        str(tiny.make_encoder(folder / "encoder")), ["a", "b"], max_length=12, train_embeddings=False, seed=0
+    )
+    rows = tiny.make_texts(60, seed=1, length=9)
+    # Everything that leaves has a claim with a finite epsilon, which somebody could rewrite.
+    recipe = Recipe(noise=1.0, min_size=1)
+    corpus = corpus_of([text for text, _ in rows], [label for _, label in rows], 20, recipe)
+    return make_run(folder / "run", slm, corpus, recipe)
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def rewrite(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = run / "result.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    change(document)
+    file.write_text(json.dumps(document), encoding="utf-8")
+
+
+def test_a_whole_run_verifies(run: Path) -> None:
+    verified = verify_run(run)
+    assert [(one.silo, one.path.name) for one in verified.releases] == [
+        ("silo-1", SHARED),
+        ("silo-2", SHARED),
+    ]
+    assert verified.entries == {"silo-1": 2, "silo-2": 2}
+    assert inspect_path(run)["ledgers"]["silo-2"] == "2 entries, verified"
+    (run / "releases" / ".DS_Store").write_bytes(b"of a desktop")
+    assert inspect_path(run / "result.json")["what"] == "run"
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "release deleted": (
+        lambda run: (run / "releases/silo-2" / SHARED).unlink(),
+        r"silo-2/r002-share-centroids.safetensors: recorded release missing: silo-2, round 2",
+    ),
+    "all releases deleted": (lambda run: shutil.rmtree(run / "releases"), "recorded release missing"),
+    "release is a folder": (
+        lambda run: (
+            (run / "releases/silo-1" / SHARED)
+            .rename(run / "releases/silo-1/.moved")
+            .with_name(SHARED)
+            .mkdir()
+        ),
+        "recorded release missing",
+    ),
+    "release renamed": (
+        lambda run: (run / "releases/silo-1" / SHARED).rename(
+            run / "releases/silo-1/r003-share-centroids.safetensors"
+        ),
+        "r003-share-centroids.safetensors: is none of the releases",
+    ),
+    "release swapped": (
+        lambda run: shutil.copy(run / "releases/silo-1" / SHARED, run / "releases/silo-2" / SHARED),
+        "its hash is not the one recorded for silo-2, round 2",
+    ),
+    "extra release": (
+        lambda run: shutil.copy(run / "releases/silo-1" / SHARED, run / "releases/silo-1/extra.safetensors"),
+        "extra.safetensors: is none of the releases",
+    ),
+    "extra silo": (
+        lambda run: shutil.copytree(run / "releases/silo-1", run / "releases/silo-9"),
+        "silo-9: is of no silo",
+    ),
+    "extra ledger": (
+        lambda run: shutil.copy(run / "ledger/silo-1.jsonl", run / "ledger/silo-9.jsonl"),
+        "silo-9.jsonl: is of no silo",
+    ),
+    "ledger deleted": (lambda run: (run / "ledger/silo-1.jsonl").unlink(), "silo-1.jsonl: is missing"),
+    "head deleted": (lambda run: (run / "ledger/silo-1.head.json").unlink(), "head record is missing"),
+    "card deleted": (lambda run: (run / "cards/silo-1.json").unlink(), "cards/silo-1.json: is missing"),
+    "card of another": (
+        lambda run: shutil.copy(run / "cards/silo-2.json", run / "cards/silo-1.json"),
+        "another identity",
+    ),
+    "ledger of another": (
+        lambda run: [
+            shutil.copy(run / f"{kind}/silo-2{end}", run / f"{kind}/silo-1{end}")
+            for kind, end in (("cards", ".json"), ("ledger", ".jsonl"), ("ledger", ".head.json"))
+        ],
+        "ledger of another silo",
+    ),
+    "ledger cut": (
+        lambda run: (run / "ledger/silo-1.jsonl").write_bytes(
+            (run / "ledger/silo-1.jsonl").read_bytes().split(b"\n")[0] + b"\n"
+        ),
+        "line 2: is missing",
+    ),
+    "ledger line rewritten": (
+        lambda run: (run / "ledger/silo-1.jsonl").write_bytes(
+            (run / "ledger/silo-1.jsonl").read_bytes().replace(b'"round":2', b'"round":3')
+        ),
+        "line 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_run_that_does_not_match_its_ledgers_is_refused(what: str, run: Path) -> None:
+    damage, words = DAMAGE[what]
+    damage(run)
+    for read in (verify_run, inspect_path, Run):
+        with pytest.raises(ProtocolError, match=words) as caught:
+            read(run)
+        assert caught.value.exit_code == 4
+        assert "\n" not in str(caught.value)
+
+
+def _first(document: dict[str, Any]) -> Any:
+    return document["clients"][0]["releases"][0]
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "epsilon of a claim": (lambda d: _first(d)["claim"].update(epsilon=0.01), "its claim is not"),
+    "empty claim": (lambda d: _first(d).update(claim={}), "its claim is not"),
+    "claim beyond floats": (lambda d: _first(d)["claim"].update(epsilon=10**400), "its claim is not"),
+    "round": (lambda d: _first(d).update(round=1), "its round is not"),
+    "kind": (lambda d: _first(d).update(kind="metrics"), "its kind is not"),
+    "recipients": (lambda d: _first(d).update(recipients=["server"]), "its recipients is not"),
+    "readers": (lambda d: _first(d).update(readable_by=[]), "its readable_by is not"),
+    "bytes": (lambda d: _first(d).update(bytes=1), "its bytes is not"),
+    "hash": (lambda d: _first(d).update(sha256="0" * 64), "its sha256 is not"),
+    "release left out": (lambda d: d["clients"][0]["releases"].clear(), "lacks release 1 of silo-1"),
+    "release added": (lambda d: d["clients"][0]["releases"].append(_first(d)), "release 2 of silo-1"),
+    "silo left out": (lambda d: d["clients"].pop(), "silo-2: is of no silo"),
+    "total epsilon": (lambda d: d["clients"][1].update(epsilon=0.01), "epsilon of silo-2 is not"),
+    "total simulated": (lambda d: d["clients"][1].update(simulated=False), "simulated of silo-2 is not"),
+    "another run": (lambda d: d.update(run="f" * 32), "of another run"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_result_that_says_something_else_than_the_ledgers_is_refused(what: str, run: Path) -> None:
+    change, words = FORGED[what]
+    rewrite(run, change)
+    for read in (inspect_path, Run):
+        with pytest.raises(ProtocolError, match=words) as caught:
+            read(run)
+        assert "\n" not in str(caught.value)
+
+
+MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no number": lambda d: d.update(seconds=float("nan")),
+    "infinite": lambda d: d["clients"][0].update(test_accuracy=float("inf")),
+    "negative bytes": lambda d: _first(d).update(bytes=-1),
+    "negative rows": lambda d: d["clients"][0].update(train_rows=-1),
+    "negative label count": lambda d: d["clients"][0]["labels"].update(a=-1),
+    "negative test rows": lambda d: d.update(test_rows=-1),
+    "negative seed": lambda d: d.update(seed=-1),
+    "negative epsilon": lambda d: d["clients"][0].update(epsilon=-1.0),
+    "round 0": lambda d: d["rounds"][0].update(round=0),
+    "no rounds": lambda d: d.update(rounds=[]),
+    "no silos": lambda d: d.update(clients=[]),
+    "above one": lambda d: d["clients"][0].update(test_accuracy=1.5),
+    "interval out of order": lambda d: d["clients"][0].update(test_interval=[0.9, 0.1]),
+    "difference out of order": lambda d: d["difference"].update(interval=[0.9, 0.1]),
+    "the same silo twice": lambda d: d["clients"].append(d["clients"][0]),
+    "path for a name": lambda d: d["clients"][0].update(name="../../etc"),
+    "NUL in a name": lambda d: d["clients"][0].update(name="a\x00b"),
+    "newline after a name": lambda d: d["clients"][0].update(name="silo-1\n"),
+    "another schema": lambda d: d.update(schema="securefl.result/9"),
+    "field with a newline": lambda d: d.update({"a\nb\ud800": 1}),
+    "missing field": lambda d: d.pop("method"),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_result_is_refused_in_one_sentence(what: str, tmp_path: Path) -> None:
+    document = json.loads(make_result().to_json())
+    assert parse_result(json.dumps(document).encode(), "x") == make_result()
+    MALFORMED[what](document)
+    (tmp_path / "result.json").write_text(json.dumps(document), encoding="utf-8")
+    for read in (inspect_path, Run):
+        with pytest.raises(ProtocolError, match=r"result\.json: ") as caught:
+            read(tmp_path)
+        assert caught.value.exit_code == 4
+        assert str(caught.value).isprintable()
+        str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"[" * 200_000, b"\xff", b'{"seed": 1, "seed": 1}', b"1" * 9999]
+)
+def test_bytes_that_are_no_result_are_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_bytes(data)
+    with pytest.raises(ProtocolError, match=r"result\.json: "):
+        verify_run(tmp_path)
+
+
+def test_a_folder_without_a_result_is_bad_usage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"result\.json") as caught:
+        verify_run(tmp_path)
+    assert caught.value.exit_code == 2
+
+
+def test_a_perplexity_beyond_floats_is_no_figure_and_loses_no_run() -> None:
+    row = ServerRow(perplexity_before=float("inf"), perplexity_after=float("nan"))
+    assert (row.perplexity_before, row.perplexity_after) == (None, None)
+    text = make_result(server=row).to_json()
+    assert parse_result(text.encode(), "x").server == row
+    assert Result.model_validate_json(text).server == row
+
+
+HOSTILE = "\ud800 \x1b[31m red \u202e back \n\x00"
+
+
+def test_documents_can_be_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep: Any = HOSTILE
+    for _ in range(200):
+        deep = [deep]
+    info = {"base": HOSTILE, HOSTILE: [{"in": HOSTILE}], "deep": deep}
+    release = Release(PayloadKind.MODEL, {"w": np.zeros(2, np.float32)}, info, NonPrivate(reason="\x1b[31m"))
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(encode_release(release))
+    shown = json.dumps(inspect_path(file), ensure_ascii=False)
+    assert shown.isprintable()
+    shown.encode()
+    assert inspect_path(file)["info"]["base"] == "\ufffd \ufffd[31m red \ufffd back \ufffd\ufffd"
+    for options in ([], ["--json"]):
+        assert run_app(app, "securefl", ["inspect", str(file), *options]) == 0
+        assert json.loads(capsys.readouterr().out)["claim"]["mechanism"] == "none"
+
+
+def test_the_truth_is_its_owners_alone(whole: Path) -> None:
+    truth = whole / "truth"
+    paths = [truth, *truth.rglob("*")]
+    assert {path.name for path in paths} >= {"truth", "silo-1", "rows.jsonl", "r002-share.json", "pool.jsonl"}
+    for path in paths:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
