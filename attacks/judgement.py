@@ -69,7 +69,8 @@ def judge(run: Run, inventory: list[AuditedRelease], book: Book) -> Audit:
 
     - singling out: can one row be told from all others? Attack 1, and of attack 2 the tokens that no
       auxiliary text has (names, identifiers), since few rows can have them.
-    - linkability: can a text held elsewhere be tied to this silo's rows? Attack 1.
+    - linkability: can a text held elsewhere be tied to this silo's rows? Attack 1, and attack 2 too: whoever
+      reads a row's tokens knows the text again.
     - inference: can content be read that was not known before? Attack 2.
 
     A finding is judged by its own 95 % interval. The three answers look at all findings together, so there
@@ -85,6 +86,7 @@ def judge(run: Run, inventory: list[AuditedRelease], book: Book) -> Audit:
             answers["linkability"].append(verdict)
         else:
             answers["inference"].append(verdict)
+            answers["linkability"].append(verdict)
             if figure.metric == "rare_token_recall":
                 answers["singling_out"].append(verdict)
     return Audit(
