@@ -157,7 +157,8 @@ class _Layer:
 
     def _one(self, ids: Tensor, position: int) -> Tensor:
         places = torch.full((len(ids), 1), self._first + position)
-        return self._layer(input_ids=ids[:, None], position_ids=places)[:, 0]  # type: ignore[no-any-return]
+        outputs: Tensor = self._layer(input_ids=ids[:, None], position_ids=places)
+        return outputs[:, 0]
 
     def _last(self, ids: Tensor, position: int) -> Tensor:
         texts = ids[:, None].expand(-1, position + 1)

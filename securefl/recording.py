@@ -18,9 +18,11 @@ from typing import Any
 from securefl.data import Corpus, Rows
 from securefl.errors import UsageError
 from securefl.files import write_atomic
+from securefl.ledger import Ledger
 from securefl.messages import RoundPlan
 from securefl.privacy import release_average
 from securefl.release import PayloadKind, Tensors, encode_release, fingerprint
+from securefl.result import ReleaseRow
 
 _PRIVATE = "truth"
 
@@ -108,6 +110,30 @@ class RunFolder:
             self.out.rmdir()
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.path.replace(self.out)
+
+
+def ledger_facts(ledger: Ledger) -> dict[str, Any]:
+    """The fields of a silo's `ClientRow` that its ledger decides: the account, and what left."""
+    account = ledger.account()
+    return {
+        "epsilon": account.epsilon,
+        "private_epsilon": account.private_epsilon,
+        "delta": account.delta,
+        "simulated": account.simulated,
+        "no_finite_epsilon": list(account.nonprivate),
+        "releases": [
+            ReleaseRow(
+                round=entry.round,
+                kind=entry.kind.value,
+                recipients=[party.name for party in entry.recipients],
+                readable_by=[party.name for party in entry.recipients],
+                bytes=entry.bytes,
+                sha256=entry.body_sha256,
+                claim=entry.claim.model_dump(mode="json"),
+            )
+            for entry in ledger.entries
+        ],
+    }
 
 
 def link_duplicates(files: Sequence[Path]) -> None:

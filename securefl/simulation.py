@@ -38,8 +38,8 @@ from securefl.model_card import model_card
 from securefl.models import Slm
 from securefl.policy import refuse_early, simulated_policy
 from securefl.privacy import noise_source
-from securefl.recording import RunFolder, link_duplicates
-from securefl.result import ClientRow, ReleaseRow, Result, RoundRow, ServerRow, versions
+from securefl.recording import RunFolder, ledger_facts, link_duplicates
+from securefl.result import ClientRow, Result, RoundRow, ServerRow, versions
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
 from securefl.transport.memory import Meddler, MemoryTransport
@@ -373,7 +373,6 @@ class Simulation:
 
     def _client_row(self, client: Client, right: NDArray[np.bool_], baseline: float, sent: int) -> ClientRow:
         name = client.identity.name
-        account = client.ledger.account()
         labels = self.corpus.labels
         counts = np.bincount(client.data.train.labels, minlength=len(labels))
         return ClientRow(
@@ -385,23 +384,7 @@ class Simulation:
             test_accuracy=float(right.mean()),
             test_interval=wilson(right),
             baseline_accuracy=baseline,
-            epsilon=account.epsilon,
-            private_epsilon=account.private_epsilon,
-            delta=account.delta,
-            simulated=account.simulated,
-            no_finite_epsilon=list(account.nonprivate),
-            releases=[
-                ReleaseRow(
-                    round=entry.round,
-                    kind=entry.kind.value,
-                    recipients=[party.name for party in entry.recipients],
-                    readable_by=[party.name for party in entry.recipients],
-                    bytes=entry.bytes,
-                    sha256=entry.body_sha256,
-                    claim=entry.claim.model_dump(mode="json"),
-                )
-                for entry in client.ledger.entries
-            ],
+            **ledger_facts(client.ledger),
             bytes_up=sent,
             kept_candidate=client.kept_candidate,
         )

@@ -30,9 +30,9 @@ from securefl.privacy import (
     release_means,
     release_noisy_sums,
 )
-from securefl.recording import RunFolder
+from securefl.recording import RunFolder, ledger_facts
 from securefl.release import Release, encode_release, fingerprint
-from securefl.result import ClientRow, ReleaseRow, Result, RoundRow, ServerRow
+from securefl.result import ClientRow, Result, RoundRow, ServerRow
 from securefl.training import embed, probabilities
 
 RUN = "0123456789abcdef" * 2
@@ -183,7 +183,6 @@ def make_run(out: Path, slm: Slm, corpus: Corpus, recipe: Recipe) -> Path:
 
 
 def _client(name: str, slm: Slm, rows: Rows, ledger: Ledger) -> ClientRow:
-    account = ledger.account()
     return ClientRow(
         name=name,
         model=slm.name,
@@ -193,22 +192,6 @@ def _client(name: str, slm: Slm, rows: Rows, ledger: Ledger) -> ClientRow:
         test_accuracy=0.5,
         test_interval=(0.0, 1.0),
         baseline_accuracy=0.5,
-        epsilon=account.epsilon,
-        private_epsilon=account.private_epsilon,
-        delta=account.delta,
-        simulated=account.simulated,
-        no_finite_epsilon=list(account.nonprivate),
-        releases=[
-            ReleaseRow(
-                round=entry.round,
-                kind=entry.kind.value,
-                recipients=[party.name for party in entry.recipients],
-                readable_by=[party.name for party in entry.recipients],
-                bytes=entry.bytes,
-                sha256=entry.body_sha256,
-                claim=entry.claim.model_dump(mode="json"),
-            )
-            for entry in ledger.entries
-        ],
+        **ledger_facts(ledger),
         bytes_up=0,
     )
