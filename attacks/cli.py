@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from securefl.cli import ERR, OUT, check_out, new_app, progress_bar, run_app
+from securefl.console import ERR, OUT, new_app, progress_bar, run_app
+from securefl.files import check_out
 
 VIOLATION = 4
 

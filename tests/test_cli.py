@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from securefl.cli import app, clean, run_app
+from securefl.cli import app
+from securefl.console import clean, run_app
 from securefl.result import Result
 from tests.test_simulation import METHODS
 

@@ -32,7 +32,8 @@ LAYERS = [
     {"trained", "_language_model", "_llm_training", "crosslm_worker", "client", "server", "model_card"},
     {"workbench", "recording", "inspection", "report"},
     {"simulation"},
-    {"demo"},
+    {"demo", "console"},
+    {"commands"},
     {"cli"},
 ]
 EXCEPTION = ("securefl/cli.py", "attacks")

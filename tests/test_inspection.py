@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from attacks.runs import Run
-from securefl.cli import app, run_app
+from securefl.cli import app
+from securefl.console import run_app
 from securefl.errors import ProtocolError, UsageError
 from securefl.inspection import inspect_path, verify_run
 from securefl.models import load_slm

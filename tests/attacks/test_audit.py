@@ -20,7 +20,7 @@ from attacks.figures import Figure
 from attacks.findings import Audit
 from attacks.judgement import Book, judge
 from attacks.runs import Run
-from securefl.cli import run_app
+from securefl.console import run_app
 from securefl.errors import ModelError, PayloadError, ProtocolError, SecureflError, UsageError
 from securefl.models import Slm, load_slm
 from securefl.release import NonPrivate, Release, encode_release
