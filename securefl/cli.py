@@ -17,7 +17,7 @@ from rich.highlighter import JSONHighlighter
 from rich.markup import escape
 from rich.text import Text
 
-from securefl.commands import keys, ledger
+from securefl.commands import keys, ledger, silo
 from securefl.console import (
     ERR,
     OUT,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 app = new_app("securefl", "Train language models across institutions that may not pool their text.")
 keys.register(app)
 ledger.register(app)
+silo.register(app)
 
 
 def main() -> None:

@@ -1,69 +1,63 @@
 """One silo's part of a round: `Client.handle` takes the server's sealed plan and returns a sealed answer.
 
-The client trusts the server with nothing but the schedule: the silo's own policy decides what may leave,
-and the ledger is charged before the bytes exist outside this object. It opens no socket, starts no thread,
-prints nothing and keeps no global state.
+The client trusts the server with nothing but the schedule: the silo's own policy decides what may leave, and
+the ledger is charged before the bytes exist outside this object. The ledger is also its memory: what was
+answered is never answered differently, and after a crash the very same bytes go out again. It opens no
+socket, starts no thread, prints nothing and keeps no global state.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-from pydantic import ValidationError
-
-from securefl.config import Config
+from securefl.account import Account
+from securefl.agreement import check_agreed, plan_hash
+from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
-from securefl.data import Rows
 from securefl.errors import (
+    AwaitingApproval,
+    Cancelled,
     MalformedEnvelope,
-    PayloadError,
     PolicyRefusal,
-    ProtocolError,
     Refused,
+    Replayed,
     UnknownSender,
+    UsageError,
     WrongRound,
     WrongRun,
-    WrongShape,
 )
 from securefl.ledger import Ledger
-from securefl.local import (
-    CentroidJob,
-    LocalTraining,
-    SiloData,
-    derive_seed,
-    knowledge_of,
-    release_centroids,
-    train_locally,
-)
-from securefl.messages import Dropped, FedKcTerms, Header, Party, RoundPlan, Step
-from securefl.methods.fedkc import Knowledge
+from securefl.local import LocalTraining, SiloData, train_locally
+from securefl.messages import Dropped, Header, Party, RoundPlan, Step, parse_plan
 from securefl.models import Slm
-from securefl.policy import Policy
-from securefl.privacy import LocalResult, Noise, release_metrics, release_model
+from securefl.policy import DAY, Policy
+from securefl.privacy import Noise
+from securefl.relayed import Reader
 from securefl.release import (
-    Body,
     PayloadKind,
     Release,
     Tensors,
-    canonical_json,
     check_tensors,
     decode,
     encode,
     encode_release,
-    fingerprint,
-    release_from,
 )
-from securefl.training import embed, probabilities
+from securefl.state import StateFolder
+from securefl.steps import Bench, Done, carry_out
 
 log = logging.getLogger(__name__)
 
 ORDER = tuple(Step)
-SEED_TEXTS = ("{}", "a text about {}", "news about {}", "the topic is {}", "{}, in short", "more on {}")
+_KEPT = 256  # refusals and ignored peers kept in memory; all refusals are in the ledger
+_UNAVAILABLE = encode(PayloadKind.UNAVAILABLE, {}, {})
 
 
 class Witness(Protocol):
@@ -74,15 +68,48 @@ class Witness(Protocol):
     ) -> None: ...
 
 
+@dataclass(frozen=True, repr=False)
+class Asked:
+    """A plan that was verified and opened. hash: what an owner approves and the ledger records."""
+
+    plan: RoundPlan
+    tensors: Tensors
+    sequence: int
+    hash: str
+    message: bytes
+
+
+@dataclass(frozen=True, repr=False)
+class Preview:
+    """What would answer a plan, before anything of it happened.
+
+    release, body: None where the policy refuses the plan before anything is computed. refusals: what the
+    policy says against it. account: of the data set after it, where it could be charged.
+    """
+
+    plan: RoundPlan
+    hash: str
+    recipients: tuple[Party, ...]
+    release: Release | None
+    body: bytes | None
+    account: Account | None
+    refusals: tuple[Refused, ...]
+
+
 @dataclass
 class Client:
     """One silo. `handle` is the whole interface; everything else is construction and what it saw.
 
     identity: the silo's private keys. server: the pinned card of the server. roster: cards of the peers by
-    name. policy, ledger: the silo's own. slm: its model, trained in place. noise: the source for private
-    releases (a seeded one is refused unless the policy says `simulation = true`). base_sha256: hash of the
-    checkpoint's files. refusals: every PolicyRefusal, which the server is told nothing about. ignored: peers
-    whose centroids were not used, and why.
+    name. policy, ledger: the silo's own. state: its folder for answers on their way; without one a crash
+    loses them (a simulation). slm: its model, trained in place. base_sha256: hash of the checkpoint's files.
+    dataset: what the rows are called in policy and ledger. noise: the source for private releases (a seeded
+    one is refused unless the policy says `simulation = true`). cancelled: asked between training steps; True
+    ends `handle` with Cancelled, and nothing has happened. refusals: the last PolicyRefusals, of which the
+    server is told nothing. ignored: peers whose centroids were not used lately, and why.
+
+    Memory: a few times the largest of plan, model and answer; plans above what the run needs are refused
+    unread. Threads may share a client; they take turns.
     """
 
     identity: Identity
@@ -93,140 +120,223 @@ class Client:
     config: Config
     run: str
     data: SiloData
+    dataset: str
     slm: Slm
     base_sha256: str
     noise: Noise
     clock: Callable[[], float]
+    state: StateFolder | None = None
+    cancelled: Callable[[], bool] | None = None
     train: LocalTraining = train_locally
     witness: Witness | None = None
-    refusals: list[Refused] = field(default_factory=list)
-    ignored: list[Dropped] = field(default_factory=list)
+    refusals: deque[Refused] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    ignored: deque[Dropped] = field(default_factory=lambda: deque(maxlen=_KEPT))
     kept_candidate: bool | None = None
 
     def __post_init__(self) -> None:
-        self._replay = envelope.ReplayGuard()
-        self._sequence = 0
-        self._place = (0, 0)
+        self._turn = threading.Lock()
+        self._floor = self.policy.min_envelope_version or envelope.VERSION
+        if self.policy.name != self.identity.name:
+            raise UsageError(f"the policy is that of {self.policy.name}, the keys are {self.identity.name}'s")
+        if self.policy.approval == "manual" and self.state is None:
+            raise UsageError("a policy with manual approval needs a state folder, where plans can wait")
+        self._recall()
 
     def __repr__(self) -> str:
         return f"Client({self.identity.name})"
 
+    # --- the interface
+
     def handle(self, message: bytes) -> bytes:
-        """Answer one sealed plan with one sealed envelope.
+        """Answer one sealed plan with one sealed envelope; the same plan again, with the same bytes.
 
-        Raises ProtocolError for a message that is not a valid plan of the pinned server. Where the policy
-        forbids what the plan asks, the answer is a signed "unavailable" that says nothing more; the
-        reason is kept in `refusals`.
+        Where the policy forbids what the plan asks, the answer is a signed "unavailable" that says nothing
+        more; the reason is in `refusals` and in the ledger. Raises ProtocolError for a message that is not a
+        valid plan of the pinned server, AwaitingApproval for one that an owner has to approve first (ask
+        again with the same bytes), Cancelled where `cancelled` said so, UsageError where ledger or state
+        cannot be written. After an exception nothing has left and the model is as it was.
         """
-        plan, body = self._open_plan(message)
-        try:
-            self.policy.check_plan(plan, self.server.fingerprint, self.base_sha256)
-            self._check_agreed(plan)
-            return self._answer(plan, body)
-        except Refused as refusal:
-            self.refusals.append(refusal)
-            log.warning("%s: round %d: plan refused by policy", self.identity.name, plan.round)
-            return self._seal(
-                encode(PayloadKind.UNAVAILABLE, {}, {}), plan, PayloadKind.UNAVAILABLE, [self.server]
-            )
+        with self._turn:
+            self.ledger.refresh()
+            asked = self._open(message)
+            answered = self._answered(asked)
+            if answered is not None:
+                return answered
+            try:
+                with self._unchanged_on_failure():
+                    self._permit(asked)
+                    return self._commit(asked, *self._compute(asked))
+            except AwaitingApproval:
+                assert self.state is not None
+                self.state.pend(asked.hash, asked.message)
+                raise
+            except Refused as refusal:
+                return self._refuse(asked, refusal)
 
-    def _check_agreed(self, plan: RoundPlan) -> None:
-        """What a plan asks must be what this silo's own configuration says: the server schedules, no more.
+    def preview(self, message: bytes) -> Preview:
+        """What `handle` would send for this plan: computed, but not charged, sealed, sent or remembered.
 
-        A server that claims fewer rounds would get more of the budget a round, and one that names a smaller
-        cohort would choose who reads the centroids.
+        Raises ProtocolError as `handle` does. Noise, where there is any, is another draw than the one that
+        will leave.
         """
-        config, terms = self.config, plan.fedkc
-        asked = {
-            "method": (plan.method, config.federation.method),
-            "rounds": (plan.rounds, config.federation.rounds),
-            "round": (plan.round <= config.federation.rounds, True),
-            "epochs": (plan.epochs, config.round_epochs(plan.round)),
-            "answer": (plan.answer, self._answer_kind(plan.step)),
-            "cohort": (
-                sorted((party.name, party.key) for party in plan.cohort),
-                sorted((card.name, card.fingerprint) for card in [*self.roster.values(), self.identity.card]),
-            ),
-            "fedkc": (
-                None if terms is None else terms.model_dump(),
-                config.fedkc.model_dump(include=set(FedKcTerms.model_fields))
-                if config.federation.method == "fedkc"
-                else None,
-            ),
-        }
-        for what, (found, agreed) in asked.items():
-            if found != agreed:
-                raise PolicyRefusal(f"the plan of round {plan.round} asks for another {what} than was agreed")
+        with self._turn:
+            asked = self._open(message)
+            found: dict[str, Any] = {"recipients": (), "release": None, "body": None, "account": None}
+            refusals: list[Refused] = []
+            before = self.slm.state()
+            try:
+                try:
+                    self._permit(asked)
+                except AwaitingApproval as waits:
+                    refusals.append(waits)
+                done, recipients = self._compute(asked)
+                body = encode_release(done.release)
+                found.update(recipients=_parties(recipients), release=done.release, body=body)
+                found["account"] = self._check(done.release, recipients, body)
+                self._check_day(len(body))
+            except Refused as refusal:
+                refusals.append(refusal)
+            finally:
+                self.slm.load_state(before)
+        return Preview(plan=asked.plan, hash=asked.hash, refusals=tuple(refusals), **found)
 
-    def _answer_kind(self, step: Step) -> PayloadKind:
-        if step is Step.TRAIN:
-            return PayloadKind.MODEL
-        if step is Step.SHARE:
-            layered = self.config.fedkc.compose == "embeddings"
-            return PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
-        return PayloadKind.METRICS
+    def close(self) -> None:
+        """Let another process have the state folder."""
+        if self.state is not None:
+            self.state.close()
 
-    def _open_plan(self, message: bytes) -> tuple[RoundPlan, Body]:
-        verified = envelope.verify(message, {self.server.name: self.server})
+    # --- what came
+
+    def _limits(self) -> envelope.Limits:
+        """The largest plan of this run: the model, and centroids of every peer. More is refused unread."""
+        terms, slm = self.config.fedkc, self.slm
+        model = 4 * sum(math.prod(shape) for shape in slm.shapes().values())
+        positions = slm.max_length if terms.compose == "embeddings" else 1
+        centroids = 4 * terms.clusters * (positions * 2 * slm.width + len(slm.labels) + 2)
+        room = 2**22 + model + len(self.roster) * (2**20 + centroids)
+        return envelope.Limits(max_body=min(room, envelope.DEFAULT_LIMITS.max_body))
+
+    def _open(self, message: bytes) -> Asked:
+        verified = envelope.verify(message, {self.server.name: self.server}, self._limits(), self._floor)
         header = verified.header
         if header.kind is not PayloadKind.PLAN:
             raise MalformedEnvelope(f"the server sent {header.kind} where a plan was due")
         if header.run != self.run:
             raise WrongRun(f"{self.identity.name} takes no part in run {header.run}")
-        body = decode(envelope.open_(verified, self.identity))
-        if body.kind is not PayloadKind.PLAN:
-            raise PayloadError(f"the server sent {body.kind.value} in an envelope marked as a plan")
-        try:
-            plan = RoundPlan.model_validate_json(canonical_json(body.document))
-        except ValidationError as error:
-            field = ".".join(str(part) for part in error.errors()[0]["loc"]) or "document"
-            raise PayloadError(f"the server's plan is malformed (field {field[:60]})") from error
-        place = (plan.round, ORDER.index(plan.step))
+        opened = envelope.open_(verified, self.identity)
+        body = decode(opened)
+        plan = parse_plan(body)
         if (plan.run, plan.round, plan.step) != (header.run, header.round, header.step):
             raise WrongRound("the plan inside an envelope is for another run, round or step than its header")
-        self._replay.check(header)
-        if place <= self._place:
-            raise WrongRound(f"a plan for round {plan.round} came after that round was answered")
-        self._replay.accept(header)
-        self._place = place
-        return plan, body
+        return Asked(
+            plan, body.tensors, header.sequence, plan_hash(opened, self.config, self.base_sha256), message
+        )
 
-    def _answer(self, plan: RoundPlan, body: Body) -> bytes:
-        if plan.model is not None:
-            received = {name: array for name, array in body.tensors.items() if not name.startswith("relay/")}
-            check_tensors(received, self.slm.shapes(), "the server's model")
-            if fingerprint(received) != plan.model:
-                raise WrongShape("the model that came with a plan is not the one that the plan names")
-            if plan.step is not Step.CANDIDATE:
-                self.slm.load_state(received)
-        match plan.step:
-            case Step.SHARE:
-                return self._share(plan)
-            case Step.TRAIN:
-                return self._train(plan, body)
-            case Step.CANDIDATE:
-                return self._consider(plan, received if plan.model is not None else None)
-            case Step.FINISH:
-                return self._finish(plan)
+    def _answered(self, asked: Asked) -> bytes | None:
+        """The bytes that answered this plan before, if any did. Raises for what comes too late."""
+        plan = asked.plan
+        answer = self.ledger.answer_at(plan.run, plan.round, plan.step.value)
+        if answer is not None:
+            if answer.plan != asked.hash:
+                raise WrongRound(f"another plan for round {plan.round}, {plan.step}, was answered before")
+            kept = self.state and self.state.answer(answer.envelope_sha256)
+            if not kept:
+                raise Replayed(f"the plan of round {plan.round}, {plan.step}, was answered before")
+            log.info("%s: round %d: sent the same answer again", self.identity.name, plan.round)
+            return kept
+        last = self.ledger.last_answer(plan.run)
+        if last is not None:
+            if asked.sequence <= last.plan_sequence:
+                raise Replayed(
+                    f"the server sent sequence {asked.sequence} after {last.plan_sequence} was answered"
+                )
+            if (plan.round, ORDER.index(plan.step)) <= (last.round, ORDER.index(Step(last.step))):
+                raise WrongRound(f"a plan for round {plan.round} came after a later one was answered")
+        return None
 
-    # --- the steps
+    # --- whether it may be answered
 
-    def _info(self, plan: RoundPlan) -> dict[str, Any]:
-        return {
-            "round": plan.round,
-            "step": plan.step.value,
-            "base": self.slm.name,
-            "base_sha256": self.base_sha256,
-            "max_length": self.slm.max_length,
-            "labels": list(self.slm.labels),
-        }
+    def _permit(self, asked: Asked) -> None:
+        plan = asked.plan
+        self.policy.check_plan(plan, self.server.fingerprint, self.base_sha256, self.dataset)
+        if self.ledger.interrupted(plan.run):
+            raise PolicyRefusal(
+                f"the ledger was restored from a copy within run {plan.run}: what was answered since is not "
+                "known; take part in a new run",
+                "ledger",
+            )
+        check_agreed(plan, self.config, _parties([*self.roster.values(), self.identity.card]))
+        if self.policy.approval == "manual" and not self.ledger.is_approved(asked.hash):
+            raise AwaitingApproval(
+                f"the plan of round {plan.round}, {plan.step}, waits for its owner: securefl approve "
+                f"{asked.hash}",
+                asked.hash,
+            )
 
-    def _share(self, plan: RoundPlan) -> bytes:
-        if plan.fedkc is None:
-            raise MalformedEnvelope("a plan to share knowledge does not say how")
-        peers = [self._peer(party) for party in plan.cohort if party.name != self.identity.name]
-        release, clusters = self._centroids(plan, plan.fedkc)
-        return self._release(release, plan, peers, {"clusters": clusters})
+    def _refuse(self, asked: Asked, refusal: Refused) -> bytes:
+        self.refusals.append(refusal)
+        log.warning(
+            "%s: round %d: plan refused by policy (%s)",
+            self.identity.name,
+            asked.plan.round,
+            refusal.clause,
+        )
+        sealed = self._seal(_UNAVAILABLE, asked.plan, PayloadKind.UNAVAILABLE, [self.server])
+        kept = self._keep(sealed)
+        self.ledger.append_refusal(
+            run=self.run,
+            round=asked.plan.round,
+            step=asked.plan.step.value,
+            plan=asked.hash,
+            plan_sequence=asked.sequence,
+            clause=refusal.clause,
+            reason=str(refusal)[:400],
+            envelope=sealed,
+        )
+        self._tidy(kept)
+        return sealed
+
+    # --- what the answer is
+
+    @contextmanager
+    def _unchanged_on_failure(self) -> Iterator[None]:
+        before = self.slm.state()
+        try:
+            yield
+        except BaseException:
+            self.slm.load_state(before)
+            raise
+
+    def _stop(self) -> bool:
+        return self.policy.stopped() or (self.cancelled is not None and self.cancelled())
+
+    def _compute(self, asked: Asked) -> tuple[Done, list[Card]]:
+        """What answers a plan, and for whom."""
+        plan = asked.plan
+        recipients = [self.server]
+        if plan.step is Step.SHARE:
+            recipients = [self._peer(party) for party in plan.cohort if party.name != self.identity.name]
+        if not recipients:
+            raise PolicyRefusal("no peer takes part, so there is nobody to release to", "peers")
+        bench = Bench(
+            name=self.identity.name,
+            config=self.config,
+            data=self.data,
+            slm=self.slm,
+            base_sha256=self.base_sha256,
+            noise=self.noise,
+            train=self.train,
+            stop=self._stop,
+            reader=Reader(self.identity, self.roster, self.slm, self._floor),
+        )
+        try:
+            done = carry_out(plan, asked.tensors, bench)
+        except Cancelled:
+            self.policy.check_running()  # the kill switch is a refusal, which the server gets an answer to
+            raise
+        for peer in done.ignored:
+            log.warning("%s: round %d: centroids of %s ignored", self.identity.name, plan.round, peer.name)
+        return done, recipients
 
     def _peer(self, party: Party) -> Card:
         """The pinned card of a peer that a plan names; never one that the plan brought."""
@@ -235,147 +345,101 @@ class Client:
             raise UnknownSender(f"the plan names {party.name} with a key that is not in this silo's roster")
         return card
 
-    def _centroids(self, plan: RoundPlan, terms: FedKcTerms) -> tuple[Release, list[list[str]]]:
-        info = {**self._info(plan), "encoder": fingerprint(self.slm.state()), "compose": terms.compose}
-        seed = derive_seed(self.config.federation.seed, self.identity.name, plan.round, "kmeans")
-        # Rounds after the first share once each: the budget of the run is theirs together.
-        job = CentroidJob(terms, self.config.privacy.centroids, plan.rounds - 1, seed, self.noise)
-        return release_centroids(self.slm, self.data.train, job, info)
-
-    def _train(self, plan: RoundPlan, body: Body) -> bytes:
-        knowledge = self._knowledge(plan, body)
-        seed = derive_seed(self.config.federation.seed, self.identity.name, plan.round, "train")
-        self.train(self.slm, self.data.train, self.config, plan.epochs, seed, knowledge)
-        result = LocalResult(self.slm.state(), len(self.data.train))
-        return self._release(release_model(result, self._info(plan)), plan, [self.server], {})
-
-    def _knowledge(self, plan: RoundPlan, body: Body) -> list[Knowledge]:
-        """The peers' centroids that the server relayed; each is checked as if it came alone.
-
-        What does not hold is not used and noted in `ignored`: one bad peer must not silence the others.
-        """
-        terms = plan.fedkc
-        if terms is None or plan.round == 1:
-            return []
-        if terms.source == "own":
-            release, _ = self._centroids(plan, terms)
-            return [knowledge_of(release)]
-        found = []
-        if len(set(plan.relayed)) != len(plan.relayed):
-            raise PayloadError("the server relayed one silo's centroids twice")
-        for name in plan.relayed:
-            sealed = body.tensors.get(f"relay/{name}")
-            if sealed is None or sealed.dtype != np.uint8:
-                raise PayloadError("a plan names relayed centroids that did not come with it")
-            try:
-                found.append(self._relayed_knowledge(sealed.tobytes(), plan, name))
-            except ProtocolError as error:
-                log.warning("%s: round %d: centroids of %s ignored", self.identity.name, plan.round, name)
-                self.ignored.append(
-                    Dropped(name=name, step=Step.SHARE.value, error=type(error).__name__, reason=str(error))
-                )
-        return found
-
-    def _relayed_knowledge(self, sealed: bytes, plan: RoundPlan, name: str) -> Knowledge:
-        verified = envelope.verify(sealed, self.roster)
-        header = verified.header
-        if header.sender.name != name or name == self.identity.name:
-            raise UnknownSender(f"centroids relayed as those of {name} are signed by another silo")
-        if (header.run, header.round, header.step) != (plan.run, plan.round, Step.SHARE.value):
-            raise WrongRound(f"centroids of {name} were relayed from another run, round or step")
-        release = release_from(decode(envelope.open_(verified, self.identity)))
-        return self._checked_knowledge(release, plan, name, header)
-
-    def _checked_knowledge(self, release: Release, plan: RoundPlan, name: str, header: Header) -> Knowledge:
-        terms = plan.fedkc
-        layered = terms is not None and terms.compose == "embeddings"
-        due = PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
-        q = (*release.tensors.get("sizes", np.zeros(0)).shape, 0)[0]
-        if terms is None or q > terms.clusters:
-            raise WrongShape(f"{name} sent {q} centroids, more than were agreed")
-        if release.kind is not due or header.kind is not due:
-            raise WrongShape(f"{name} sent {release.kind} where {due} were agreed")
-        middle = (self.slm.max_length,) if layered else ()
-        # The embedding layer of some architectures is narrower than the encoder.
-        width = embed(self.slm, ["x"], "embeddings")[0].shape[-1] if layered else self.slm.width
-        expected: dict[str, tuple[int, ...]] = {
-            "centroids": (q, *middle, width),
-            "predictions": (q, len(self.slm.labels)),
-            "sizes": (q,),
-        }
-        if layered:
-            expected["mask"] = (q, *middle)
-        check_tensors(release.tensors, expected, name)
-        votes = release.tensors["predictions"]
-        if q and (votes.min() < -1e-4 or np.abs(votes.sum(axis=1) - 1).max() > 1e-3):
-            raise PayloadError(f"the mean predictions of {name} are not probabilities")
-        if q and release.tensors["sizes"].min() <= 0:
-            raise PayloadError(f"{name} sent a centroid of no rows")
-        if layered and not np.isin(release.tensors["mask"], (0, 1)).all():
-            raise PayloadError(f"{name} sent a mask that is not 0 or 1")
-        if release.info.get("encoder") != plan.model:
-            raise WrongShape(f"the centroids of {name} were made with another model than this round's")
-        return knowledge_of(release)
-
-    def _consider(self, plan: RoundPlan, candidate: Tensors | None) -> bytes:
-        """Keep the candidate or one's own model, whichever is better on rows kept from training."""
-        before = self._accuracy(self.data.validation)
-        own = self.slm.state()
-        self.kept_candidate = False
-        if candidate is not None:
-            self.slm.load_state(candidate)
-            self.kept_candidate = self._accuracy(self.data.validation) >= before
-            if not self.kept_candidate:
-                self.slm.load_state(own)
-        metrics = {"kept": self.kept_candidate}
-        return self._release(release_metrics(metrics, self._info(plan)), plan, [self.server], {})
-
-    def _finish(self, plan: RoundPlan) -> bytes:
-        rows = self.data.validation
-        metrics = {"validation_accuracy": self._accuracy(rows), "validation_rows": len(rows)}
-        return self._release(release_metrics(metrics, self._info(plan)), plan, [self.server], {})
-
-    def _accuracy(self, rows: Rows) -> float:
-        return float((probabilities(self.slm, rows.texts).argmax(axis=1) == rows.labels).mean())
-
     # --- what leaves
 
-    def _release(
-        self, release: Release, plan: RoundPlan, recipients: Sequence[Card], evidence: Mapping[str, Any]
-    ) -> bytes:
-        """Policy, then seal, then ledger, then out: the bytes are charged before anyone can have them."""
-        if not recipients:
-            raise PolicyRefusal("no peer takes part, so there is nobody to release to")
+    def _check(self, release: Release, recipients: Sequence[Card], body: bytes) -> Account:
+        """Raises Refused where the policy forbids the release; else the account with it."""
+        self.policy.check_release(release, _parties(recipients), len(body))
+        account = self.ledger.account_with(self.dataset, release.claim)
+        self.policy.check_budget(self.dataset, account)
+        return account
+
+    def _check_day(self, size: int) -> None:
+        self.policy.check_day(self.ledger.bytes_since(self.clock() - DAY) + size)
+
+    def _commit(self, asked: Asked, done: Done, recipients: Sequence[Card]) -> bytes:
+        """Policy, then seal, then keep, then ledger, then out: charged before anyone can have the bytes."""
+        plan, release = asked.plan, done.release
         body = encode_release(release)
-        parties = [Party(name=card.name, key=card.fingerprint) for card in recipients]
-        self.policy.check_release(release, parties, len(body))
-        self.policy.check_budget(self.ledger.account_with(release.claim))
+        self._check(release, recipients, body)
         sealed = self._seal(body, plan, release.kind, recipients)
+        self._check_day(len(sealed))
+        kept = self._keep(sealed)
         self.ledger.append(
             run=self.run,
             round=plan.round,
             step=plan.step.value,
+            plan=asked.hash,
+            plan_sequence=asked.sequence,
             kind=release.kind,
-            recipients=parties,
+            recipients=_parties(recipients),
             protection="sealed" if recipients[0] is self.server else "peer",
             envelope=sealed,
             body=body,
+            dataset=self.dataset,
             claim=release.claim,
+            permit=lambda account: self.policy.check_budget(self.dataset, account),
         )
+        self.ignored.extend(done.ignored)
+        if done.kept_candidate is not None:
+            self.kept_candidate = done.kept_candidate
         if self.witness is not None:
-            self.witness(self.identity.name, plan, release.kind, body, evidence)
+            self.witness(self.identity.name, plan, release.kind, body, done.evidence)
+        self._tidy(kept)
         return sealed
 
     def _seal(self, body: bytes, plan: RoundPlan, kind: PayloadKind, recipients: Sequence[Card]) -> bytes:
-        self._sequence += 1
         header = Header(
             run=self.run,
             round=plan.round,
             step=plan.step.value,
-            sender=Party(name=self.identity.name, key=self.identity.card.fingerprint),
-            recipients=tuple(Party(name=card.name, key=card.fingerprint) for card in recipients),
+            sender=_party(self.identity.card),
+            recipients=_parties(recipients),
             kind=kind,
-            sequence=self._sequence,
+            sequence=self.ledger.next_sequence,
             time=int(self.clock()),
         )
         return envelope.seal(body, header, self.identity, recipients)
+
+    # --- what a restart finds
+
+    @property
+    def _own_model(self) -> bool:
+        """Whether the silo goes on from a model of its own, which no plan brings again."""
+        return self.config.federation.method not in AVERAGING
+
+    def _keep(self, sealed: bytes) -> str | None:
+        """Write what a crash must not take, before the charge; gives the name that it is kept under."""
+        if self.state is None:
+            return None
+        answer = self.state.keep_answer(sealed)
+        if self._own_model:
+            self.state.keep_model(answer, encode(PayloadKind.MODEL, {}, self.slm.state()))
+        return answer
+
+    def _tidy(self, kept: str | None) -> None:
+        if self.state is not None and kept is not None:
+            self.state.tidy(kept)
+
+    def _recall(self) -> None:
+        """Go on from the model that belongs to the last answer."""
+        last = self.ledger.last_answer(self.run)
+        if last is None or self.state is None or not self._own_model:
+            return
+        kept = self.state.model(last.envelope_sha256)
+        if kept is None:
+            raise UsageError(
+                f"{self.state.path}: the model of {self.identity.name} after round {last.round} is missing; "
+                "restore the folder, or take part in a new run"
+            )
+        tensors = decode(kept).tensors
+        check_tensors(tensors, self.slm.shapes(), str(self.state.path))
+        self.slm.load_state(tensors)
+
+
+def _party(card: Card) -> Party:
+    return Party(name=card.name, key=card.fingerprint)
+
+
+def _parties(cards: Sequence[Card]) -> tuple[Party, ...]:
+    return tuple(_party(card) for card in cards)

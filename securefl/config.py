@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from securefl.errors import ConfigError, NotAvailable, UsageError
 from securefl.files import read_limited
+from securefl.messages import NAME, RUN
 
 METHODS = ("standalone", "fedavg", "fedkc", "crosslm", "datafree-kd")
 AVERAGING = ("fedavg", "fedkc")
@@ -64,7 +65,16 @@ class Data(_Section):
         description="CSV, TSV, JSONL or Parquet file, or builtin:bbc-news, builtin:imdb, "
         "builtin:rotten-tomatoes."
     )
-    test: str = Field(description="The same for the test rows, which no silo trains on.")
+    test: str | None = Field(
+        None, description="The same for the test rows, which no silo trains on; required but for a client."
+    )
+    labels: tuple[str, ...] | None = Field(
+        None,
+        min_length=2,
+        max_length=4096,
+        strict=False,
+        description="All labels of the federation, sorted; required for a client, whose rows may lack some.",
+    )
     text: str = Field("text", description="Column with the text.")
     label: str = Field("label", description="Column with the label.")
     train_rows: int | None = Field(None, ge=4, le=_ROWS, description="Use this many rows, drawn by the seed.")
@@ -81,6 +91,13 @@ class Data(_Section):
     split: Annotated[DirichletSplit | ColumnSplit, Field(discriminator="by")] = Field(
         DirichletSplit(), description="How the training rows are spread over the silos."
     )
+
+    @field_validator("labels")
+    @classmethod
+    def _in_order(cls, labels: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if labels is not None and list(labels) != sorted(set(labels)):
+            raise ValueError("must be sorted, and each once: every silo's model has them in this order")
+        return labels
 
 
 class Slm(_Section):
@@ -198,6 +215,25 @@ class PolicyTerms(_Section):
     )
 
 
+class ClientTerms(_Section):
+    """Where one silo keeps what is its own, and with whom it works: for `securefl client` and embedding."""
+
+    identity: str = Field(description="Its private key file (`securefl keygen`).")
+    trust: str = Field(description="Folder of pinned cards (`securefl trust`).")
+    server: str = Field(pattern=NAME, description="Name of the server's card in it.")
+    peers: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
+        min_length=1,
+        max_length=255,
+        strict=False,
+        description="Names of the other silos' cards in it: the cohort.",
+    )
+    run: str = Field(pattern=RUN, description="The run it takes part in: 32 hex digits that all agreed on.")
+    dataset: str = Field(pattern=NAME, description="What its rows are called in the policy and the ledger.")
+    policy: str = Field("policy.toml", description="Its policy file.")
+    ledger: str = Field("ledger.jsonl", description="Its ledger; made where there is none.")
+    state: str = Field("state", description="Folder for answers on their way and plans that wait; made too.")
+
+
 class Config(_Section):
     federation: Federation
     data: Data
@@ -207,6 +243,7 @@ class Config(_Section):
     fedkc: FedKc = FedKc()
     crosslm: CrossLm = CrossLm()
     policy: PolicyTerms = PolicyTerms()
+    client: ClientTerms | None = None
 
     def round_epochs(self, round_number: int) -> int:
         """Local passes of a round, counted from 1."""
@@ -288,6 +325,8 @@ def reference() -> str:
     nested = {"privacy.centroids": CentroidPrivacy}
     for section, field in Config.model_fields.items():
         model = field.annotation
+        if section == "client":  # optional as a whole
+            model = ClientTerms
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
         for key, part in model.model_fields.items():

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from securefl._builtin import PREFIX, in_test_part, load_builtin, normalise, unique
 from securefl._tables import Table, read_table, shown
 from securefl.config import ColumnSplit, Config, Data, DirichletSplit
-from securefl.errors import DataError
+from securefl.errors import ConfigError, DataError
 from securefl.messages import NAME
 
 DRAWS = 100
@@ -83,10 +83,11 @@ def load_corpus(config: Config) -> Corpus:
     """
     data, seed = config.data, config.federation.seed
     train_table, test_table = _read(data)
-    labels = tuple(sorted(set(train_table.labels)))
+    labels = data.labels or tuple(sorted(set(train_table.labels)))
     if len(labels) < 2:
         raise DataError(f"{data.train}: every row has the same label; at least two classes are needed")
-    train, test = _encode(train_table, labels), _encode(test_table, labels)
+    where = "the training rows" if data.labels is None else "data.labels"
+    train, test = _encode(train_table, labels, where), _encode(test_table, labels, where)
 
     trained = {normalise(text) for text in train.texts}
     kept = [row for row, text in enumerate(test.texts) if normalise(text) not in trained]
@@ -105,13 +106,38 @@ def load_corpus(config: Config) -> Corpus:
     fitted: dict[str, Rows] = {}
     validation: dict[str, Rows] = {}
     for number, (name, part) in enumerate(parts.items()):
-        rows = drawn[part]
-        # min_rows is at least 2 and the share at most one half, so at least one row is left to train on.
-        held = max(1, int(len(rows) * data.validation + 0.5))
-        order = _rng(seed, _VALIDATION, number).permutation(len(rows))
-        validation[name], fitted[name] = train.take(rows[order[:held]]), train.take(rows[order[held:]])
+        fitted[name], validation[name] = _hold_apart(
+            train.take(drawn[part]), data.validation, _rng(seed, _VALIDATION, number)
+        )
     pool = _pool(train, drawn, test, data.pool_rows, _rng(seed, _POOL))
     return Corpus(labels, fitted, validation, test, pool, duplicates)
+
+
+def load_silo(config: Config) -> tuple[tuple[str, ...], Rows, Rows]:
+    """One silo's own rows: the labels of the federation, the rows it trains on, those it keeps from training.
+
+    All of `data.train` is the silo's, so `data.split` and `data.test` say nothing here. Raises DataError, and
+    ConfigError where `data.labels` is not set: a class that this silo lacks must not shrink its model's head.
+    """
+    data = config.data
+    if data.labels is None:
+        raise ConfigError("data.labels: is required for a client; list all labels of the federation, sorted")
+    rows = _encode(_load(data.train, data, None, test=False), data.labels, "data.labels")
+    if len(rows) < 2:
+        raise DataError(
+            f"{data.train}: has {len(rows)} row; at least two are needed, one is kept from training"
+        )
+    rng = _rng(config.federation.seed, _TRAIN)
+    drawn = _draw(rows.labels, data.train_rows, rng, f"{data.train}: data.train_rows")
+    fitted, held = _hold_apart(rows.take(drawn), data.validation, _rng(config.federation.seed, _VALIDATION))
+    return data.labels, fitted, held
+
+
+def _hold_apart(rows: Rows, share: float, rng: np.random.Generator) -> tuple[Rows, Rows]:
+    """The rows to train on, and those kept from training: at least one of each, since share <= 1/2."""
+    held = max(1, int(len(rows) * share + 0.5))
+    order = rng.permutation(len(rows))
+    return rows.take(order[held:]), rows.take(order[:held])
 
 
 def dirichlet_split(
@@ -232,13 +258,13 @@ def _slug(value: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", plain.casefold()).strip("-._")[:64]
 
 
-def _encode(table: Table, labels: tuple[str, ...]) -> Rows:
+def _encode(table: Table, labels: tuple[str, ...], where: str) -> Rows:
     index = {label: number for number, label in enumerate(labels)}
     for place, label in zip(table.places, table.labels, strict=True):
         if label not in index:
             raise DataError(
-                f"{table.name}: {place}: the label {shown(label)} does not occur in the training rows; "
-                "remove the row or add training rows with this label"
+                f"{table.name}: {place}: the label {shown(label)} does not occur in {where}; "
+                "remove the row or add the label there"
             )
     encoded = np.array([index[label] for label in table.labels], dtype=np.int64)
     return Rows(tuple(table.ids), tuple(table.texts), encoded)
@@ -246,6 +272,8 @@ def _encode(table: Table, labels: tuple[str, ...]) -> Rows:
 
 def _read(data: Data) -> tuple[Table, Table]:
     """Both sources, with ids that differ: two files may have the same stem."""
+    if data.test is None:
+        raise ConfigError("data.test: is required here; name rows that no silo trains on")
     files = [Path(source) for source in (data.train, data.test) if not source.startswith(PREFIX)]
     if len(files) == 2 and all(map(os.path.exists, files)) and files[0].samefile(files[1]):
         raise DataError(f"{data.test}: is data.train and data.test at once; hold rows apart for the test")

@@ -13,7 +13,9 @@ passphrase.
         NotAvailable                     a protection or option that this version does not have
       Refused                          3
         PolicyRefusal                    the silo's own policy forbids it
+        AwaitingApproval                 the policy wants an owner to approve the plan first
         BudgetExceeded                   it would cross the privacy ceiling
+      Cancelled                        1 the caller stopped the work
       ProtocolError                    4
         EnvelopeError
           MalformedEnvelope              not the one byte string of a message
@@ -63,14 +65,30 @@ class NotAvailable(UsageError):
     """The configuration asks for something this version does not have; it is never silently weakened."""
 
 
+class Cancelled(SecureflError):
+    """The caller, through its callable, stopped the work; nothing of it is kept or sent."""
+
+
 class Refused(SecureflError):
-    """A policy or a budget forbids the action."""
+    """A policy or a budget forbids the action. clause: of the policy, as the ledger records it."""
 
     exit_code = 3
+
+    def __init__(self, message: str, clause: str = "policy") -> None:
+        super().__init__(message)
+        self.clause = clause
 
 
 class PolicyRefusal(Refused):
     """The silo's own policy forbids the action; the message names the clause."""
+
+
+class AwaitingApproval(Refused):
+    """Nothing was answered: the plan waits until an owner approves `plan`, its hash."""
+
+    def __init__(self, message: str, plan: str) -> None:
+        super().__init__(message, "approval")
+        self.plan = plan
 
 
 class BudgetExceeded(Refused):

@@ -1,11 +1,10 @@
-"""Files that are whole or absent: atomic writes, synced appends, bounded reads, places to write to.
+"""Files that are whole or absent: atomic writes, bounded reads, places to write to.
 
 Knows nothing of what it writes. Errors name the file and the system's reason, never the content.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import stat
@@ -89,40 +88,6 @@ def read_limited(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise UsageError(f"{path}: is larger than the {limit} bytes that such a file may have")
     return data
-
-
-def append_synced(path: Path, data: bytes, size: int) -> None:
-    """One write at the end of a file that must still have `size` bytes, synced; all of it or none.
-
-    Raises UsageError where it cannot be written, or where another process has written since.
-    """
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.fstat(handle).st_size != size:
-                raise UsageError(f"{path}: was changed by another process; open it again")
-            try:
-                if os.write(handle, data) != len(data):
-                    raise OSError(0, "the disk took a part of it only")
-                os.fsync(handle)
-            except OSError:
-                os.ftruncate(handle, size)
-                raise
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def truncate_synced(path: Path, size: int) -> None:
-    """Keep the first `size` bytes of a file. Raises UsageError."""
-    try:
-        with path.open("r+b") as file:
-            file.truncate(size)
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def check_out(path: Path, *, file: bool = False) -> Path:

@@ -14,12 +14,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from securefl.account import Account
 from securefl.config import Config, load_config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card
 from securefl.errors import PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
-from securefl.ledger import Entry, LedgerSummary, verify_ledger
+from securefl.ledger import LedgerSummary, ReleaseEntry, verify_ledger
 from securefl.policy import Policy
 from securefl.recording import release_name
 from securefl.release import Limits, canonical_json, decode, parse_json, release_from
@@ -95,7 +96,7 @@ def _described(config: Config) -> Document:
 
 def _ledger(path: Path) -> Document:
     summary = verify_ledger(path)
-    account = summary.account
+    several = len(summary.accounts) > 1
     return {
         "what": "ledger",
         "of": summary.name,
@@ -104,13 +105,12 @@ def _ledger(path: Path) -> Document:
         "verified": True,
         "notes": list(summary.notes),
         "head": summary.head_hash,
-        "epsilon": "no finite epsilon" if account.nonprivate else account.epsilon,
-        "private_epsilon": account.private_epsilon,
-        "delta": account.delta,
-        "simulated": account.simulated,
-        "not_private": list(account.nonprivate),
+        "restored": summary.restored,
+        **({} if several else _account(summary.account)),
+        "data_sets": {name: _account(account) for name, account in summary.accounts.items()},
         "releases": [
             {
+                "data_set": entry.dataset,
                 "round": entry.round,
                 "kind": entry.kind.value,
                 "to": [p.name for p in entry.recipients],
@@ -121,6 +121,23 @@ def _ledger(path: Path) -> Document:
             }
             for entry in summary.releases
         ],
+        "refusals": [
+            {"round": entry.round, "step": entry.step, "clause": entry.clause, "reason": entry.reason}
+            for entry in summary.refusals
+        ],
+        "approvals": [
+            {"round": entry.round, "step": entry.step, "plan": entry.plan} for entry in summary.approvals
+        ],
+    }
+
+
+def _account(account: Account) -> Document:
+    return {
+        "epsilon": "no finite epsilon" if account.nonprivate else account.epsilon,
+        "private_epsilon": account.private_epsilon,
+        "delta": account.delta,
+        "simulated": account.simulated,
+        "not_private": list(account.nonprivate),
     }
 
 
@@ -264,12 +281,14 @@ def _ledger_of(folder: Path, name: str) -> LedgerSummary:
         raise ProtocolError(str(error)) from error
     if summary.name != name:
         raise ProtocolError(f"{path}: is the ledger of another silo than {name}")
+    if len(summary.accounts) > 1:
+        raise ProtocolError(f"{path}: is over several data sets, and a run is over one a silo")
     return summary
 
 
-def _facts(source: ReleaseRow | Entry) -> dict[str, Any]:
+def _facts(source: ReleaseRow | ReleaseEntry) -> dict[str, Any]:
     """What result.json and the ledger both say of a release, in comparable form."""
-    if isinstance(source, Entry):
+    if isinstance(source, ReleaseEntry):
         readers = [party.name for party in source.recipients]
         return {
             "round": source.round,

@@ -1,9 +1,10 @@
-"""What left a silo: an append-only, hash-chained, signed file, and the privacy account over it.
+"""What left a silo: an append-only, hash-chained, signed file, and the privacy accounts over it.
 
-One JSON line an entry. The first (genesis) holds the silo's card; each later one describes a release, the
-account after it and the hash of the line before; each is signed. A signed head record beside the file says
-which entry is the last, so a cut tail is noticed. `append` returns after the disk has it: charge first, send
-after. The file holds hashes, sizes, names and claims, never what was released.
+The one durable record of a client. One JSON line an entry (`_ledger_lines` has their models, `_ledger_chain`
+the rules). The first (genesis) holds the silo's card; each later one names the hash of the line before, and
+each is signed. A signed head record beside the file says which entry is the last, so a cut tail is noticed.
+`append` returns after the disk has it: charge first, send after. The file holds hashes, sizes, names and
+claims, never what was released.
 
 Limits: a copy of the file *and* of the head record from the same earlier moment verifies; only somebody who
 noted a later head hash elsewhere can tell. Whoever holds the silo's keys can write any history.
@@ -12,276 +13,105 @@ noted a later head hash elsewhere can tell. Whoever holds the silo's keys can wr
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Any, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from securefl._ledger_chain import (
+    Chain,
+    Restore,
+    Tip,
+    begin,
+    check,
+    content_after,
+    read_chain,
+)
+from securefl._ledger_files import head_lags, lines_of, locked, read_locked
+from securefl._ledger_files import head_path as head_path
+from securefl._ledger_lines import (
+    HEAD_CONTEXT,
+    MAX_LINE,
+    MAX_REASON,
+    VERSION,
+    Answer,
+    Entry,
+    Point,
+    entry_line,
+    parse_head,
+    sign_consent,
+)
+from securefl._ledger_lines import ApprovalEntry as ApprovalEntry
+from securefl._ledger_lines import RefusalEntry as RefusalEntry
+from securefl._ledger_lines import ReleaseEntry as ReleaseEntry
+from securefl.account import Account, only_account
+from securefl.crypto.identity import Card, Identity
+from securefl.errors import BudgetExceeded, LedgerCorrupt, Refused, UsageError
+from securefl.files import read_limited, write_atomic, write_new
+from securefl.messages import Party
+from securefl.release import GaussianSums, NonPrivate, PayloadKind
 
-from securefl.account import Account
-from securefl.crypto.identity import Card, Identity, Signatures
-from securefl.errors import BadSignature, BudgetExceeded, LedgerCorrupt, Refused, UsageError
-from securefl.files import append_synced, read_limited, truncate_synced, write_atomic, write_new
-from securefl.messages import FINGERPRINT, Party
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, PrivacyClaim, canonical_json, parse_json
-
-_CONTEXT = b"securefl/1 ledger"
-_HEAD_CONTEXT = b"securefl/1 ledger-head"
-_MAX_LINE = 2**20  # an entry with 256 recipients takes some 50 KiB
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Genesis(_Record):
-    """The first line: whose ledger it is."""
-
-    version: Literal[1] = 1
-    entry: Literal["genesis"] = "genesis"
-    index: Literal[0] = 0
-    time: float
-    card: Card
-    previous: None = None
-    signature: dict[str, str]
-
-
-class Entry(_Record):
-    """One release. bytes, envelope_sha256: of the sealed envelope; body_sha256: of the body inside it."""
-
-    version: Literal[1] = 1
-    entry: Literal["release"] = "release"
-    index: int = Field(ge=1)
-    time: float
-    run: str
-    round: int
-    step: str
-    kind: PayloadKind
-    recipients: tuple[Party, ...] = Field(min_length=1)
-    protection: str = Field(pattern=r"^[a-z-]{1,16}$")
-    bytes: int = Field(ge=1)
-    body_sha256: str = Field(pattern=FINGERPRINT)
-    envelope_sha256: str = Field(pattern=FINGERPRINT)
-    claim: PrivacyClaim
-    account: Account
-    previous: str = Field(pattern=FINGERPRINT)
-    signature: dict[str, str]
-
-    @property
-    def charge(self) -> tuple[str, int, str, str]:
-        """What may be charged once only."""
-        return self.run, self.round, self.step, self.kind.value
-
-
-_LINE: TypeAdapter[Genesis | Entry] = TypeAdapter(Annotated[Genesis | Entry, Field(discriminator="entry")])
+_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """A ledger that verified: whose it is, its releases in order, the account, the hash of its last line.
+    """A ledger that verified: whose it is, what it says in order, the accounts, the hash of its last line.
 
-    entries counts the genesis line too. notes: what a crash left behind, if anything.
+    fingerprint: of the card that signs now. entries counts every line, the genesis line too. restored: from a
+    copy, and not confirmed. notes: what a crash left behind, if anything.
     """
 
     name: str
     fingerprint: str
     entries: int
-    releases: tuple[Entry, ...]
-    account: Account
+    releases: tuple[ReleaseEntry, ...]
+    refusals: tuple[RefusalEntry, ...]
+    approvals: tuple[ApprovalEntry, ...]
+    accounts: Mapping[str, Account]
+    restored: bool
     head_hash: str
     notes: tuple[str, ...] = ()
 
-
-@dataclass
-class _Chain:
-    """A verified run of entries from the genesis line on. size: the bytes of the file that they take."""
-
-    card: Card
-    last_hash: str
-    size: int
-    hash_before: str | None = None
-    account: Account = field(default_factory=Account)
-    releases: list[Entry] = field(default_factory=list)
-    charged: set[tuple[str, int, str, str]] = field(default_factory=set)
-
     @property
-    def last(self) -> int:
-        return len(self.releases)
-
-    def add(self, entry: Entry, line: bytes) -> None:
-        self.hash_before, self.last_hash = self.last_hash, _line_hash(line)
-        self.size += len(line)
-        self.account = entry.account
-        self.releases.append(entry)
-        self.charged.add(entry.charge)
-
-    def summary(self, notes: tuple[str, ...]) -> LedgerSummary:
-        return LedgerSummary(
-            name=self.card.name,
-            fingerprint=self.card.fingerprint,
-            entries=self.last + 1,
-            releases=tuple(self.releases),
-            account=self.account,
-            head_hash=self.last_hash,
-            notes=notes,
-        )
+    def account(self) -> Account:
+        """Of its one data set, or empty. Raises UsageError where it has several."""
+        return only_account(self.accounts)
 
 
-def head_path(path: Path) -> Path:
-    """Where the head record of a ledger lies: NAME.jsonl has NAME.head.json."""
-    return path.with_suffix(".head.json")
-
-
-# --- encoding
-
-
-def _digest(document: dict[str, Any]) -> bytes:
-    """What is signed: SHA-256 of the canonical JSON of a document without its signature."""
-    return hashlib.sha256(canonical_json({k: v for k, v in document.items() if k != "signature"})).digest()
-
-
-def _signed_line(document: dict[str, Any], identity: Identity, context: bytes = _CONTEXT) -> bytes:
-    signature = identity.sign(context, _digest(document)).document()
-    return canonical_json({**document, "signature": signature}) + b"\n"
-
-
-def _line_hash(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
-
-
-def _require_signature(where: str, document: dict[str, Any], card: Card, context: bytes = _CONTEXT) -> None:
-    try:
-        card.verify(context, _digest(document), Signatures.from_document(document.get("signature")))
-    except (BadSignature, ValueError):
-        raise LedgerCorrupt(f"{where}: the signature does not hold") from None
-
-
-# --- verifying
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines, newline included (a torn last one lacks it)."""
-    try:
-        with path.open("rb") as file:
-            while line := file.readline(_MAX_LINE + 1):
-                yield line
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _parse_line(where: str, line: bytes) -> tuple[Genesis | Entry, dict[str, Any]]:
-    """The entry and the document that is signed."""
-    if len(line) > _MAX_LINE:
-        raise LedgerCorrupt(f"{where}: is longer than any entry")
-    try:
-        entry = _LINE.validate_json(line)
-    except BadSignature as error:
-        raise LedgerCorrupt(f"{where}: the card does not hold: {error}") from None
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        if first["type"] == "json_invalid":
-            raise LedgerCorrupt(f"{where}: is not JSON") from None
-        field_name = ".".join(str(part) for part in first["loc"][1:]) or "entry"
-        raise LedgerCorrupt(f"{where}: is not an entry (field {field_name[:80]})") from None
-    document = entry.model_dump(mode="json")
-    if canonical_json(document) + b"\n" != line:
-        raise LedgerCorrupt(f"{where}: is not in its canonical encoding")
-    return entry, document
-
-
-def _begin(where: str, line: bytes, card: Card | None) -> _Chain:
-    entry, document = _parse_line(where, line)
-    if not isinstance(entry, Genesis):
-        raise LedgerCorrupt(f"{where}: is not the first entry of a ledger")
-    if card is not None and card != entry.card:
-        raise LedgerCorrupt(f"{where}: the ledger is that of another identity than {card.name}")
-    _require_signature(where, document, entry.card)
-    return _Chain(entry.card, _line_hash(line), len(line))
-
-
-def _follow(where: str, line: bytes, chain: _Chain) -> None:
-    entry, document = _parse_line(where, line)
-    if not isinstance(entry, Entry):
-        raise LedgerCorrupt(f"{where}: is a second first entry")
-    if entry.index != chain.last + 1:
-        raise LedgerCorrupt(f"{where}: has index {entry.index} where {chain.last + 1} is due")
-    if entry.previous != chain.last_hash:
-        raise LedgerCorrupt(f"{where}: the hash chain is broken: the entry before it is not the one it names")
-    _require_signature(where, document, chain.card)
-    if entry.charge in chain.charged:
-        raise LedgerCorrupt(f"{where}: charges a second time for the same run, round, step and kind")
-    try:
-        account = chain.account.with_claim(entry.claim)
-    except BudgetExceeded as error:
-        raise LedgerCorrupt(f"{where}: {error}") from None
-    if not account.matches(entry.account):
-        raise LedgerCorrupt(f"{where}: the account does not follow from the claims")
-    chain.add(entry, line)
-
-
-def _read_chain(path: Path, card: Card | None) -> tuple[_Chain, bool]:
-    """Every whole line, verified; and whether a torn line (no newline: its writing broke off) follows."""
-    chain: _Chain | None = None
-    for number, line in enumerate(_lines(path), start=1):
-        where = f"{path}: line {number}"
-        torn = not line.endswith(b"\n") and len(line) <= _MAX_LINE
-        if chain is None:
-            chain = _begin(where, line, card)
-        elif torn:
-            return chain, True
-        else:
-            _follow(where, line, chain)
-    if chain is None:
-        raise LedgerCorrupt(f"{path}: line 1: is missing; the file is empty")
-    return chain, False
-
-
-def _check_head(path: Path, chain: _Chain) -> bool:
-    """Compare the chain with its head record; True where the head lags one entry behind (a crash)."""
-    where = head_path(path)
-    if not where.exists():
-        raise LedgerCorrupt(f"{where}: the head record is missing, so a cut tail could not be noticed")
-    try:
-        document = parse_json(read_limited(where, _MAX_LINE))
-        index, digest = document["index"], document["hash"]
-        if set(document) != {"version", "index", "hash", "signature"} or document["version"] != 1:
-            raise ValueError
-        if type(index) is not int:
-            raise TypeError
-    except (ValueError, TypeError, KeyError):
-        raise LedgerCorrupt(f"{where}: is not a head record") from None
-    _require_signature(str(where), document, chain.card, _HEAD_CONTEXT)
-    if index > chain.last:
-        raise LedgerCorrupt(
-            f"{path}: line {chain.last + 2}: is missing; by the head record the file has {index + 1} lines"
-        )
-    if (index, digest) == (chain.last, chain.last_hash):
-        return False
-    if (index, digest) == (chain.last - 1, chain.hash_before):
-        return True
-    raise LedgerCorrupt(f"{where}: names another last entry than line {chain.last + 1} of {path.name}")
-
-
-def _verified(path: Path, card: Card | None) -> tuple[_Chain, tuple[str, ...]]:
-    chain, torn = _read_chain(path, card)
+def summary_of(chain: Chain, torn: bool = False, lags: bool = False) -> LedgerSummary:
+    """A chain as a summary."""
     notes = []
-    if _check_head(path, chain):
+    if lags:
         notes.append("the head record is one entry behind, as a crash leaves it; that entry verifies")
     if torn:
         notes.append("the last line broke off while it was written and is not counted; nothing left for it")
-    return chain, tuple(notes)
+    tip = chain.tip
+    return LedgerSummary(
+        name=tip.card.name,
+        fingerprint=tip.card.fingerprint,
+        entries=tip.index + 1,
+        releases=tuple(chain.releases),
+        refusals=tuple(chain.refusals),
+        approvals=tuple(chain.approvals.values()),
+        accounts=MappingProxyType(dict(tip.accounts)),
+        restored=tip.restored,
+        head_hash=tip.hash,
+        notes=tuple(notes),
+    )
 
 
 def verify_ledger(path: Path, card: Card | None = None) -> LedgerSummary:
     """Check every line, the chain, the signatures, the accounts and the head record; change nothing.
 
-    card: whose ledger it must be; without it the ledger only proves to be that of the card inside it.
+    card: who must hold its keys now; without it the ledger only proves to be that of the cards inside it.
     Raises LedgerCorrupt naming file and line of the first fault, UsageError where the file cannot be read.
     """
-    chain, notes = _verified(path, card)
-    return chain.summary(notes)
+    with locked(path, writing=False) as file:
+        return summary_of(*read_locked(path, file, card))
 
 
 # --- writing
@@ -290,33 +120,45 @@ def verify_ledger(path: Path, card: Card | None = None) -> LedgerSummary:
 class Ledger:
     """A silo's own ledger, open for appending. Made by `create` or `open`.
 
-    Not for two writers: an append that finds the file changed by another process refuses.
+    Several processes may append by turns: each append first reads and verifies what the others wrote, under a
+    lock on the file. What this object answers is as of its last `open`, `refresh` or append. Every method
+    that reads the file raises LedgerCorrupt where it was changed, and UsageError where it cannot be read.
     """
 
-    def __init__(self, path: Path, identity: Identity, chain: _Chain, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, identity: Identity, chain: Chain, clock: Callable[[], float]) -> None:
         self.path = path
         self._identity = identity
         self._chain = chain
         self._clock = clock
 
     def __repr__(self) -> str:
-        return f"Ledger({self.path}, {self._chain.last} releases)"
+        return f"Ledger({self.path}, {len(self.entries)} releases)"
 
     @classmethod
     def create(cls, path: Path, identity: Identity, clock: Callable[[], float] = time.time) -> Ledger:
-        """Begin a ledger. Raises UsageError where the file exists or cannot be written."""
+        """Begin a ledger. Raises UsageError where the file exists, or is gone and its head record says so.
+
+        The head is written first: a crash between the two leaves one of no releases, which is begun again.
+        """
+        where, fresh = head_path(path), not os.path.lexists(path)
+        if fresh and where.exists():
+            head, document = parse_head(str(where), read_limited(where, MAX_LINE))
+            document.verify(identity.card, HEAD_CONTEXT)
+            if head.index:
+                raise UsageError(f"{path}: is missing, but had {head.index + 1} lines by {where}; restore it")
         genesis = {
-            "version": 1,
+            "version": VERSION,
             "entry": "genesis",
             "index": 0,
             "time": float(clock()),
             "card": identity.card.model_dump(mode="json"),
             "previous": None,
         }
-        line = _signed_line(genesis, identity)
+        line = entry_line(genesis, identity)
+        ledger = cls(path, identity, begin(f"{path}: line 1", line), clock)
+        if fresh:
+            ledger._write_head(ledger._chain.tip.head(identity))
         write_new(path, line)
-        ledger = cls(path, identity, _Chain(identity.card, _line_hash(line), len(line)), clock)
-        ledger._write_head()
         return ledger
 
     @classmethod
@@ -325,25 +167,124 @@ class Ledger:
 
         Raises LedgerCorrupt or UsageError.
         """
-        chain, notes = _verified(path, identity.card)
-        ledger = cls(path, identity, chain, clock)
-        if notes:
-            truncate_synced(path, chain.size)
-            ledger._write_head()
+        with locked(path, writing=True) as file:
+            chain, torn, lags = read_locked(path, file, identity.card)
+            ledger = cls(path, identity, chain, clock)
+            ledger._repair(file, torn, lags)
         return ledger
 
-    def account(self) -> Account:
-        """What has been released so far adds up to."""
-        return self._chain.account
+    def refresh(self) -> None:
+        """Read and verify what other processes have appended since."""
+        with locked(self.path, writing=True) as file:
+            self._catch_up(file)
 
-    def account_with(self, claim: NonPrivate | GaussianSums) -> Account:
-        """The account if a release under `claim` were appended; nothing is written. Raises BudgetExceeded."""
-        return self._chain.account.with_claim(claim)
+    def _catch_up(self, file: BinaryIO) -> None:
+        """Follow the lines that others wrote, after making sure that those known are still the same."""
+        chain, digest, left = self._chain, hashlib.sha256(), self._chain.size
+        while left and (block := file.read(min(left, _BLOCK))):
+            digest.update(block)
+            left -= len(block)
+        if left or digest.digest() != chain.digest.digest():
+            raise LedgerCorrupt(
+                f"{self.path}: was cut or changed in its first {chain.tip.index + 1} lines while it was open"
+            )
+        _, torn = read_chain(self.path, lines_of(file), chain, chain.tip.index + 2)
+        self._repair(file, torn, head_lags(self.path, chain))
+
+    def _repair(self, file: BinaryIO, torn: bool, lags: bool) -> None:
+        if torn:
+            os.ftruncate(file.fileno(), self._chain.size)
+            os.fsync(file.fileno())
+        # Only the present keys can sign the head, and this object may have been opened with earlier ones.
+        if lags and self._identity.card == self._chain.tip.card:
+            self._write_head(self._chain.tip.head(self._identity))
+
+    # --- what it answers
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def card(self) -> Card:
+        """Whose signature the next line must bear."""
+        return self._chain.tip.card
+
+    def accounts(self) -> Mapping[str, Account]:
+        """What has been released of every data set adds up to."""
+        return MappingProxyType(dict(self._chain.tip.accounts))
+
+    def account(self, dataset: str) -> Account:
+        """What has been released of one data set adds up to; empty where nothing has."""
+        return self._chain.tip.account(dataset)
+
+    def account_with(self, dataset: str, claim: NonPrivate | GaussianSums) -> Account:
+        """The account if a release under `claim` were appended; nothing is written.
+
+        Raises BudgetExceeded for a claim whose noise is none, and for every private one of a ledger that was
+        restored and not confirmed.
+        """
+        return self._account_after(self._chain.tip, dataset, claim)
+
+    def _account_after(self, tip: Tip, dataset: str, claim: NonPrivate | GaussianSums) -> Account:
+        if tip.restored and isinstance(claim, GaussianSums):
+            raise BudgetExceeded(
+                f"{self.path}: was restored from a copy; the whole ceiling counts as spent until what had "
+                "left is known again, see `securefl ledger confirm`",
+                "datasets",
+            )
+        return tip.account(dataset).with_claim(claim)
+
+    @property
+    def restored(self) -> bool:
+        """Whether it was restored from a copy and is not confirmed."""
+        return self._chain.tip.restored
+
+    def interrupted(self, run: str) -> bool:
+        """Whether it was restored from a copy in the middle of a run.
+
+        What was answered in that run after the copy was made is not known and might be answered differently.
+        """
+        last = self.last_answer(run)
+        return last is not None and last.index < self._chain.restored_at
+
+    @property
+    def unconfirmed(self) -> Restore | None:
+        """The restore that waits to be confirmed."""
+        return self._chain.restore
+
+    @property
+    def entries(self) -> tuple[ReleaseEntry, ...]:
         """Every release so far, in order."""
         return tuple(self._chain.releases)
+
+    @property
+    def refusals(self) -> tuple[RefusalEntry, ...]:
+        """Every refusal so far, in order."""
+        return tuple(self._chain.refusals)
+
+    def answer_at(self, run: str, round: int, step: str) -> Answer | None:
+        """How a step was answered, if it was."""
+        return self._chain.answers.get((run, round, step))
+
+    def last_answer(self, run: str) -> Answer | None:
+        """The latest answer within a run, if there is one."""
+        answers = reversed(self._chain.answers.values())
+        return next((answer for answer in answers if answer.run == run), None)
+
+    def is_approved(self, plan: str) -> bool:
+        """Whether an owner has approved the plan of that hash."""
+        return plan in self._chain.approvals
+
+    @property
+    def next_sequence(self) -> int:
+        """Index of the next line: a sequence number above that of every envelope this ledger charged."""
+        return self._chain.tip.index + 1
+
+    def bytes_since(self, time: float) -> int:
+        """Bytes of the releases at or after `time`, Unix seconds.
+
+        One that is dated in the future counts: a clock that was set back must not reopen a quota.
+        """
+        return sum(entry.bytes for entry in self.entries if entry.time >= time)
+
+    # --- appending
 
     def append(
         self,
@@ -351,51 +292,165 @@ class Ledger:
         run: str,
         round: int,
         step: str,
+        plan: str,
+        plan_sequence: int,
         kind: PayloadKind,
         recipients: Sequence[Party],
         protection: str,
         envelope: bytes,
         body: bytes,
+        dataset: str,
         claim: NonPrivate | GaussianSums,
-    ) -> Entry:
+        permit: Callable[[Account], None],
+    ) -> ReleaseEntry:
         """Charge a release; when this returns the disk has it and `envelope` may be sent.
 
-        Raises Refused where the same run, round, step and kind was charged before (a retry sends the first
-        bytes again), BudgetExceeded for a claim whose noise is none, UsageError where the file cannot be
-        written. Only the hashes and sizes of `envelope` and `body` are kept.
+        plan, plan_sequence: hash of the plan that is answered, and sequence number of its envelope. permit:
+        is given the account after it, with all that other processes have charged meanwhile, and raises where
+        that may not be, so that two of them cannot both spend the last of a budget. Raises Refused where the
+        same run, round and step was answered before (a retry sends the first bytes again), BudgetExceeded as
+        `account_with`, UsageError where the file cannot be written. Only the hashes and sizes of `envelope`
+        and `body` are kept.
         """
-        chain = self._chain
-        if (run, round, step, kind.value) in chain.charged:
-            raise Refused(
-                f"{self.path}: {kind.value} of round {round}, {step}, was charged before; send that again"
-            )
-        document = {
-            "version": 1,
-            "entry": "release",
-            "index": chain.last + 1,
-            "time": float(self._clock()),
-            "run": run,
-            "round": round,
-            "step": step,
-            "kind": kind.value,
-            "recipients": [party.model_dump() for party in recipients],
-            "protection": protection,
-            "bytes": len(envelope),
-            "body_sha256": hashlib.sha256(body).hexdigest(),
-            "envelope_sha256": hashlib.sha256(envelope).hexdigest(),
-            "claim": claim.model_dump(mode="json"),
-            "account": chain.account.with_claim(claim).model_dump(mode="json"),
-            "previous": chain.last_hash,
-        }
-        line = _signed_line(document, self._identity)
-        # What is written must be what `verify_ledger` takes, or the file would lock its owner out.
-        entry, _ = _parse_line(f"{self.path}: line {chain.last + 2}", line)
-        assert isinstance(entry, Entry)
-        append_synced(self.path, line, chain.size)
-        chain.add(entry, line)
-        self._write_head()
+
+        def fields(chain: Chain) -> dict[str, Any]:
+            self._require_unanswered(chain, run, round, step)
+            account = self._account_after(chain.tip, dataset, claim)
+            permit(account)
+            return {
+                "run": run,
+                "round": round,
+                "step": step,
+                "plan": plan,
+                "plan_sequence": plan_sequence,
+                "kind": kind.value,
+                "recipients": [party.model_dump() for party in recipients],
+                "protection": protection,
+                "bytes": len(envelope),
+                "body_sha256": hashlib.sha256(body).hexdigest(),
+                "envelope_sha256": hashlib.sha256(envelope).hexdigest(),
+                "dataset": dataset,
+                "claim": claim.model_dump(mode="json"),
+                "account": account.model_dump(mode="json"),
+            }
+
+        entry = self._append("release", fields)
+        assert isinstance(entry, ReleaseEntry)
         return entry
 
-    def _write_head(self) -> None:
-        head = {"version": 1, "index": self._chain.last, "hash": self._chain.last_hash}
-        write_atomic(head_path(self.path), _signed_line(head, self._identity, _HEAD_CONTEXT))
+    def append_refusal(
+        self,
+        *,
+        run: str,
+        round: int,
+        step: str,
+        plan: str,
+        plan_sequence: int,
+        clause: str,
+        reason: str,
+        envelope: bytes,
+    ) -> RefusalEntry:
+        """Record that a plan is answered "unavailable", by the signed `envelope`.
+
+        reason: for the owner alone; 400 characters of it are kept. Raises as `append`.
+        """
+
+        def fields(chain: Chain) -> dict[str, Any]:
+            self._require_unanswered(chain, run, round, step)
+            return {
+                "run": run,
+                "round": round,
+                "step": step,
+                "plan": plan,
+                "plan_sequence": plan_sequence,
+                "clause": clause,
+                "reason": reason[:MAX_REASON],
+                "bytes": len(envelope),
+                "envelope_sha256": hashlib.sha256(envelope).hexdigest(),
+            }
+
+        entry = self._append("refusal", fields)
+        assert isinstance(entry, RefusalEntry)
+        return entry
+
+    def _require_unanswered(self, chain: Chain, run: str, round: int, step: str) -> None:
+        if (run, round, step) in chain.answers:
+            raise Refused(f"{self.path}: round {round}, {step}, was answered before; send that again")
+
+    def append_approval(self, *, plan: str, run: str, round: int, step: str) -> None:
+        """Record an owner's yes to the plan of that hash. Raises Refused where it was approved before."""
+
+        def fields(chain: Chain) -> dict[str, Any]:
+            if plan in chain.approvals:
+                raise Refused(f"{self.path}: the plan {plan[:16]}... was approved before")
+            return {"plan": plan, "run": run, "round": round, "step": step}
+
+        self._append("approval", fields)
+
+    def append_confirmation(
+        self, by: Literal["head", "receipt"], of: Point, accounts: Mapping[str, Account]
+    ) -> None:
+        """Lift a restore; `ledger_copies.confirm_ledger` decides whether it may be.
+
+        of: the line up to which what left is known. accounts: after it; what has left since the restore is
+        added here. Raises Refused where nothing is to be confirmed, LedgerCorrupt for lower accounts.
+        """
+
+        def fields(chain: Chain) -> dict[str, Any]:
+            if chain.restore is None:
+                raise Refused(f"{self.path}: was not restored from a copy; there is nothing to confirm")
+            added = dict(accounts)
+            for entry in chain.since(chain.restore):
+                added[entry.dataset] = added.get(entry.dataset, Account()).with_claim(entry.claim)
+            documents = {name: account.model_dump(mode="json") for name, account in added.items()}
+            return {"by": by, "of": of.model_dump(), "accounts": documents}
+
+        self._append("confirmed", fields)
+
+    def rotate(self, new_identity: Identity) -> None:
+        """Go on under new keys of the same name; the old ones can append nothing any more.
+
+        Raises UsageError for keys of another name, or that this ledger had before.
+        """
+        card = new_identity.card
+        if card.name != self.card.name or card in self._chain.cards:
+            raise UsageError(f"{self.path}: takes new keys of the name {self.card.name} only")
+        self._append("rotation", lambda _: {"card": card.model_dump(mode="json")}, new_identity)
+
+    def _append(
+        self, kind: str, fields: Callable[[Chain], dict[str, Any]], successor: Identity | None = None
+    ) -> Entry:
+        """Write a line and then the head. fields: from the chain as it is under the lock."""
+        chain = self._chain
+        with locked(self.path, writing=True) as file:
+            self._catch_up(file)
+            if self._identity.card != chain.tip.card:
+                raise UsageError(f"{self.path}: has new keys since it was opened; open it with those")
+            content = content_after(chain.tip, kind, float(self._clock()), **fields(chain))
+            if successor is not None:
+                content["consent"] = sign_consent(content, successor)
+            # What is written must be what `verify_ledger` takes, or the file would lock its owner out.
+            where = f"{self.path}: line {chain.tip.index + 2}"
+            link = check(where, entry_line(content, self._identity), chain)
+            head = link.tip.head(successor or self._identity)
+            self._write(file.fileno(), link.line)
+            chain.add(link)
+            self._identity = successor or self._identity
+            self._write_head(head)
+        return link.entry
+
+    def _write(self, handle: int, line: bytes) -> None:
+        """All of the line, synced, or none of it."""
+        try:
+            try:
+                if os.write(handle, line) != len(line):
+                    raise OSError(0, "the disk took a part of it only")
+                os.fsync(handle)
+            except OSError:
+                os.ftruncate(handle, self._chain.size)
+                raise
+        except OSError as error:
+            raise UsageError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+    def _write_head(self, data: bytes) -> None:
+        write_atomic(head_path(self.path), data)

@@ -7,7 +7,7 @@ as a `Release` with its claim.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from securefl.data import Rows
 from securefl.errors import NonFiniteUpdate
 from securefl.messages import FedKcTerms
 from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
-from securefl.models import Slm
+from securefl.models import Slm, load_slm
 from securefl.privacy import (
     LocalResult,
     Noise,
@@ -54,13 +54,23 @@ class LocalTraining(Protocol):
         epochs: int,
         seed: int,
         knowledge: Sequence[Knowledge] = (),
+        cancelled: Callable[[], bool] | None = None,
     ) -> None: ...
 
 
 def train_locally(
-    slm: Slm, rows: Rows, config: Config, epochs: int, seed: int, knowledge: Sequence[Knowledge] = ()
+    slm: Slm,
+    rows: Rows,
+    config: Config,
+    epochs: int,
+    seed: int,
+    knowledge: Sequence[Knowledge] = (),
+    cancelled: Callable[[], bool] | None = None,
 ) -> None:
-    """Fine-tune on a silo's rows; with knowledge, plus alpha times the consistency loss (8) of FedKC."""
+    """Fine-tune on a silo's rows; with knowledge, plus alpha times the consistency loss (8) of FedKC.
+
+    cancelled: asked between steps. Raises as `training.fit` does.
+    """
     terms = config.fedkc
 
     def consistency(model: Slm) -> Tensor:
@@ -75,6 +85,18 @@ def train_locally(
         head_learning_rate=config.slm.head_learning_rate,
         seed=seed,
         consistency=consistency if knowledge else None,
+        cancelled=cancelled,
+    )
+
+
+def starting_slm(name: str, labels: Sequence[str], config: Config) -> Slm:
+    """A checkpoint with the run's initial head, which is the same in every silo and in the server."""
+    return load_slm(
+        name,
+        labels,
+        max_length=config.slm.max_length,
+        train_embeddings=config.slm.train_embeddings,
+        seed=derive_seed(config.federation.seed, "head"),
     )
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from securefl.release import PayloadKind
+from securefl.errors import PayloadError
+from securefl.release import Body, PayloadKind, canonical_json
 
 SUITE: Final = "mlkem768x25519+aes256gcm+ed25519+mldsa65"
 NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 FINGERPRINT = r"^[0-9a-f]{64}$"
+RUN = r"^[0-9a-f]{32}$"
 
 
 class _Message(BaseModel):
@@ -37,7 +39,7 @@ class Header(_Message):
 
     version: Literal[1] = 1
     suite: Literal["mlkem768x25519+aes256gcm+ed25519+mldsa65"] = SUITE
-    run: str = Field(pattern=r"^[0-9a-f]{32}$")
+    run: str = Field(pattern=RUN)
     round: int = Field(ge=1, le=1_000_000)
     step: str = Field(pattern=r"^[a-z]{1,16}$")
     sender: Party
@@ -75,7 +77,7 @@ class RoundPlan(_Message):
     kind the silo may answer with.
     """
 
-    run: str = Field(pattern=r"^[0-9a-f]{32}$")
+    run: str = Field(pattern=RUN)
     round: int = Field(ge=1, le=1_000_000)
     rounds: int = Field(ge=1, le=1_000_000)
     step: Step
@@ -87,6 +89,17 @@ class RoundPlan(_Message):
     epochs: int = Field(ge=0, le=10_000)
     fedkc: FedKcTerms | None = None
     answer: PayloadKind
+
+
+def parse_plan(body: Body) -> RoundPlan:
+    """The plan in an opened body. Raises PayloadError."""
+    if body.kind is not PayloadKind.PLAN:
+        raise PayloadError(f"the server sent {body.kind.value} in an envelope marked as a plan")
+    try:
+        return RoundPlan.model_validate_json(canonical_json(body.document))
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"]) or "document"
+        raise PayloadError(f"the server's plan is malformed (field {where[:60]})") from error
 
 
 class Dropped(_Message):

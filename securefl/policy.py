@@ -1,13 +1,15 @@
 """What one silo permits to leave, in a file that the silo's own people write and the server cannot touch.
 
-Unset means forbidden: an empty policy lets nothing out. Every refusal names the clause. This room decides
-and changes nothing; `client` asks it before a plan is acted on and again before anything is sealed.
+Unset means forbidden: an empty policy lets nothing out. Fingerprints, names and hashes match whole or not at
+all. Every refusal names the clause. This room decides and changes nothing; `client` asks it before a plan is
+acted on and again before anything is sealed.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +20,32 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from securefl.account import Account
 from securefl.config import PERMIT_EMBEDDINGS, Config
+from securefl.crypto.keyfiles import check_guarded
 from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal, UsageError
-from securefl.files import read_limited, write_atomic
+from securefl.files import write_atomic
 from securefl.messages import FINGERPRINT, NAME, Party, RoundPlan
 from securefl.privacy import calibrate_centroids, gaussian_epsilon
 from securefl.release import GaussianSums, Limits, NonPrivate, PayloadKind, Release
 
 _CENTROIDS = (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS)
 _MAX_FILE = 2**20
+KILL_SWITCH = "STOP"
 # A budget calibrated to the very ceiling may come out above it by the root finder's error.
 _ROUNDING = 1e-6
 
+DAY = 24 * 60 * 60  # seconds
+
 Fingerprint = Annotated[str, Field(pattern=FINGERPRINT)]
+DataSet = Annotated[str, Field(pattern=NAME)]
+
+
+class Ceiling(BaseModel):
+    """What all private releases of one data set may add up to, over its whole life."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_epsilon: float = Field(gt=0)
+    delta: float = Field(gt=0, lt=1)
 
 
 class Policy(BaseModel):
@@ -59,10 +75,11 @@ class Policy(BaseModel):
     min_cluster_size: int | None = Field(
         None, ge=1, description="Rows that every centroid without noise stands for, at least."
     )
-    max_epsilon: float | None = Field(
-        None, gt=0, description="Ceiling of all private releases in the ledger together, at `delta`."
+    min_noise_multiplier: float | None = Field(
+        None,
+        gt=0,
+        description="Standard deviation over sensitivity that every part of a private release has, at least.",
     )
-    delta: float | None = Field(None, gt=0, lt=1, description="The delta at which `max_epsilon` holds.")
     allow_embedding_centroids: (
         Literal["the tokens of these rows can be read back from what is shared"] | None
     ) = Field(
@@ -71,6 +88,25 @@ class Policy(BaseModel):
         f'"{PERMIT_EMBEDDINGS}".',
     )
     max_release_bytes: int | None = Field(None, ge=1, description="Largest body of one release, in bytes.")
+    max_bytes_per_day: int | None = Field(
+        None, ge=1, description="Sealed bytes of all releases within any 24 hours, by the ledger."
+    )
+    min_envelope_version: int | None = Field(
+        None, ge=1, description="Oldest version of the wire format it reads; unset: the newest there is."
+    )
+    approval: Literal["automatic", "manual"] | None = Field(
+        None,
+        description="`manual`: every plan waits until an owner runs `securefl approve`; `automatic`: what "
+        "the other clauses permit goes without asking.",
+    )
+    kill_switch: str | None = Field(
+        None,
+        description="While this file exists nothing leaves; relative to the policy; unset: STOP beside it.",
+    )
+    datasets: dict[DataSet, Ceiling] = Field(
+        default={},
+        description="Its data sets, and the epsilon and delta that all private releases of each may reach.",
+    )
 
     @field_validator("kinds", "nonprivate")
     @classmethod
@@ -83,11 +119,16 @@ class Policy(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> Policy:
-        """Read a TOML file. Raises ConfigError naming the file and the field."""
+        """Read a TOML file. Raises ConfigError naming the file and the field.
+
+        A file that others than its owner can write is refused: they would decide what leaves.
+        """
         try:
-            document = tomllib.loads(read_limited(path, _MAX_FILE).decode("utf-8"))
+            document = tomllib.loads(_read_own(path).decode("utf-8"))
             # As JSON text: strict validation then takes lists for tuples and strings for enumerations.
-            return cls.model_validate_json(json.dumps(document, allow_nan=False))
+            policy = cls.model_validate_json(json.dumps(document, allow_nan=False))
+            switch = path.parent.resolve() / (policy.kill_switch or KILL_SWITCH)
+            return policy.model_copy(update={"kill_switch": str(switch)})
         except UsageError as error:
             raise ConfigError(str(error)) from error
         except UnicodeDecodeError as error:
@@ -110,8 +151,18 @@ class Policy(BaseModel):
         values: dict[str, Any] = self.model_dump(mode="json")
         for clause, field in type(self).model_fields.items():
             value = values[clause]
-            # The values are numbers, booleans and ASCII text without controls: JSON and TOML agree on them.
-            written = f"# {clause} = (unset)" if value is None else f"{clause} = {json.dumps(value)}"
+            if isinstance(value, dict):  # the tables, which TOML wants last
+                lines += ["", f"# {field.description}"]
+                for name, ceiling in value.items():
+                    lines += [f"[{clause}.{json.dumps(name)}]"]
+                    lines += [f"{key} = {json.dumps(part)}" for key, part in ceiling.items()]
+                continue
+            # Numbers, booleans and text, on which JSON and TOML agree.
+            written = (
+                f"# {clause} = (unset)"
+                if value is None
+                else f"{clause} = {json.dumps(value, ensure_ascii=False)}"
+            )
             lines += ["", f"# {field.description}", written]
         return "\n".join(lines) + "\n"
 
@@ -122,14 +173,38 @@ class Policy(BaseModel):
     # --- decisions
 
     def _refuse(self, clause: str, why: str) -> NoReturn:
-        raise PolicyRefusal(f"the policy of {self.name} forbids it: {clause}: {why}")
+        raise PolicyRefusal(f"the policy of {self.name} forbids it: {clause}: {why}", clause)
 
-    def check_plan(self, plan: RoundPlan, server_fingerprint: str, base_sha256: str) -> None:
+    def stopped(self) -> bool:
+        """Whether the kill switch is thrown. Where that cannot be told, it is."""
+        if self.kill_switch is None:
+            return False
+        switch = Path(self.kill_switch)
+        try:
+            switch.lstat()
+        except FileNotFoundError:
+            # A folder that is gone (a share that is not mounted) cannot hold the file and cannot deny it.
+            return not switch.parent.is_dir()
+        except OSError:
+            return True
+        return True
+
+    def check_running(self) -> None:
+        """Raises PolicyRefusal while the kill switch is thrown."""
+        if self.stopped():
+            self._refuse("kill_switch", f"{self.kill_switch} is there, or cannot be looked for")
+
+    def check_plan(self, plan: RoundPlan, server_fingerprint: str, base_sha256: str, dataset: str) -> None:
         """Whether to act on a plan at all. What it produces is checked again by `check_release`.
 
         server_fingerprint: whose signature the plan carries. base_sha256: of the checkpoint that this silo
-        trains. Raises PolicyRefusal.
+        trains; dataset: on which rows. Raises PolicyRefusal.
         """
+        self.check_running()
+        if self.approval is None:
+            self._refuse("approval", "is not set, so nobody has said who approves a plan")
+        if dataset not in self.datasets:
+            self._refuse("datasets", f"{dataset} is not listed")
         if server_fingerprint not in self.servers:
             self._refuse("servers", f"the server {server_fingerprint[:16]} is not listed")
         if base_sha256 not in self.base_models:
@@ -141,6 +216,7 @@ class Policy(BaseModel):
 
     def check_release(self, release: Release, recipients: Sequence[Party], size: int) -> None:
         """Whether a release may leave to these recipients; size: of its body, in bytes. PolicyRefusal."""
+        self.check_running()
         self._check_kind(release.kind)
         if self.max_release_bytes is None or size > self.max_release_bytes:
             limit = self.max_release_bytes or 0
@@ -151,23 +227,29 @@ class Policy(BaseModel):
         else:
             self._check_nonprivate(release)
 
-    def check_budget(self, account_after: Account) -> None:
-        """Whether the account, with the next release in it, stays below the ceiling. BudgetExceeded.
+    def check_day(self, sealed: int) -> None:
+        """Whether the bytes of the last 24 hours, the next release's among them, are few enough."""
+        if self.max_bytes_per_day is None or sealed > self.max_bytes_per_day:
+            limit = self.max_bytes_per_day or 0
+            self._refuse("max_bytes_per_day", f"{sealed} bytes within 24 hours are above {limit}")
+
+    def check_budget(self, dataset: str, account_after: Account) -> None:
+        """Whether a data set's account, with the next release in it, stays below its ceiling.
 
         Compares at the policy's own delta; what is NonPrivate has no epsilon and is `nonprivate`'s matter.
+        Raises BudgetExceeded, or PolicyRefusal for a data set that is not listed.
         """
+        ceiling = self.datasets.get(dataset)
+        if ceiling is None:
+            self._refuse("datasets", f"{dataset} is not listed")
         if account_after.private_epsilon is None:
             return
-        if self.max_epsilon is None or self.delta is None:
-            clause = "max_epsilon" if self.max_epsilon is None else "delta"
+        epsilon = gaussian_epsilon(account_after.mu, ceiling.delta)
+        if not epsilon <= ceiling.max_epsilon * (1 + _ROUNDING):
             raise BudgetExceeded(
-                f"the policy of {self.name} forbids it: {clause}: is not set, so no private release may leave"
-            )
-        epsilon = gaussian_epsilon(account_after.mu, self.delta)
-        if not epsilon <= self.max_epsilon * (1 + _ROUNDING):
-            raise BudgetExceeded(
-                f"the policy of {self.name} forbids it: max_epsilon: the releases together would have "
-                f"epsilon {epsilon:.4g} at delta {self.delta:g}, above {self.max_epsilon:g}"
+                f"the policy of {self.name} forbids it: datasets.{dataset}: the releases together would have "
+                f"epsilon {epsilon:.4g} at delta {ceiling.delta:g}, above {ceiling.max_epsilon:g}",
+                "datasets",
             )
 
     def _check_kind(self, kind: PayloadKind) -> None:
@@ -199,6 +281,14 @@ class Policy(BaseModel):
     def _check_noise(self, claim: GaussianSums) -> None:
         if claim.simulated and not self.simulation:
             self._refuse("simulation", "the noise comes from a seed, which protects nobody")
+        least = min(claim.noise_multiplier, claim.count_multiplier, claim.prediction_multiplier)
+        if self.min_noise_multiplier is None:
+            self._refuse("min_noise_multiplier", "is not set, so no private release may leave")
+        if not least >= self.min_noise_multiplier * (1 - _ROUNDING):
+            self._refuse(
+                "min_noise_multiplier",
+                f"a noise multiplier of {least:.4g} is below {self.min_noise_multiplier:g}",
+            )
 
     def _check_nonprivate(self, release: Release) -> None:
         assert isinstance(release.claim, NonPrivate)
@@ -226,6 +316,19 @@ class Policy(BaseModel):
             self._refuse("min_cluster_size", f"a centroid stands for fewer than {self.min_cluster_size} rows")
 
 
+def _read_own(path: Path) -> bytes:
+    """The bytes of a file that nobody but its owner can write; checked on the open file, not on its name."""
+    try:
+        with path.open("rb") as file:
+            check_guarded(os.fstat(file.fileno()), str(path), "a policy", private=False)
+            data = file.read(_MAX_FILE + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(data) > _MAX_FILE:
+        raise UsageError(f"{path}: is larger than the {_MAX_FILE} bytes that a policy may have")
+    return data
+
+
 def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str], base: str) -> Policy:
     """The policy of a silo in a simulation: what the configuration needs, and nothing more.
 
@@ -251,12 +354,23 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
         model_protections=("sealed",),
         centroid_protections=("peer",),
         min_cluster_size=config.privacy.centroids.min_size,
-        max_epsilon=config.policy.max_epsilon,
-        delta=config.privacy.centroids.delta,
+        min_noise_multiplier=_least_noise(config),
         max_release_bytes=Limits().max_bytes,
+        max_bytes_per_day=2**53,
+        approval="automatic",
+        datasets={name: Ceiling(max_epsilon=config.policy.max_epsilon, delta=config.privacy.centroids.delta)},
         base_models=(base,),
         allow_embedding_centroids=config.policy.allow_embedding_centroids,
     )
+
+
+def _least_noise(config: Config) -> float | None:
+    """The smallest multiplier of the centroid releases that a configuration asks for."""
+    terms = config.privacy.centroids
+    if not terms.noised:
+        return None
+    found = calibrate_centroids(terms, 1.0, max(1, config.federation.rounds - 1))
+    return min(found.noise_multiplier, found.count_multiplier, found.prediction_multiplier)
 
 
 def refuse_early(config: Config) -> None:
@@ -272,7 +386,8 @@ def refuse_early(config: Config) -> None:
     if exposed and config.policy.allow_embedding_centroids is None:
         raise PolicyRefusal(
             'fedkc.compose = "embeddings" without noise lets peers read tokens back; set an epsilon in '
-            f'privacy.centroids, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"'
+            f'privacy.centroids, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"',
+            "allow_embedding_centroids",
         )
     releases = config.federation.rounds - 1
     if terms.noised and releases:
@@ -282,5 +397,6 @@ def refuse_early(config: Config) -> None:
             raise BudgetExceeded(
                 f"the {releases} centroid releases of a silo would have epsilon {epsilon:.4g} at delta "
                 f"{terms.delta:g}, above policy.max_epsilon = {config.policy.max_epsilon:g}; lower "
-                "privacy.centroids.epsilon, raise the noise_multiplier, or raise the ceiling"
+                "privacy.centroids.epsilon, raise the noise_multiplier, or raise the ceiling",
+                "datasets",
             )

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from securefl.account import only_account
 from securefl.data import Corpus, Rows
 from securefl.errors import UsageError
 from securefl.files import write_atomic
@@ -113,8 +114,11 @@ class RunFolder:
 
 
 def ledger_facts(ledger: Ledger) -> dict[str, Any]:
-    """The fields of a silo's `ClientRow` that its ledger decides: the account, and what left."""
-    account = ledger.account()
+    """The fields of a silo's `ClientRow` that its ledger decides: the account, and what left.
+
+    Raises UsageError for a ledger of several data sets, which have an account each.
+    """
+    account = only_account(ledger.accounts())
     return {
         "epsilon": account.epsilon,
         "private_epsilon": account.private_epsilon,

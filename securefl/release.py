@@ -25,6 +25,7 @@ from securefl.errors import NonFiniteUpdate, PayloadError, TooLarge, WrongShape
 Tensors = Mapping[str, NDArray[Any]]
 
 _MAGIC = "securefl.body/1"
+_MAX_DEPTH = 32  # of a body's document: far below any parser's own limit, so that all readers agree
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8"), "U8": np.dtype("u1")}
 
 
@@ -141,8 +142,24 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def _require_plain(value: Any, depth: int = 0) -> None:
+    """Nothing that one reader of JSON takes and another does not. Raises ValueError."""
+    if isinstance(value, str):
+        value.encode()  # fails for half a surrogate pair, which JSON can spell and no text holds
+    elif isinstance(value, Mapping | list | tuple):
+        if depth == _MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        for inner in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            _require_plain(inner, depth + 1)
+
+
 def encode(kind: PayloadKind, document: Mapping[str, Any], tensors: Tensors) -> bytes:
-    """The canonical bytes of a body. Raises PayloadError for an array of a type that may not travel."""
+    """The canonical bytes of a body.
+
+    Raises PayloadError for an array of a type that may not travel, and ValueError for a document that is not
+    JSON of Unicode text, or nests its values too deeply.
+    """
+    _require_plain(document)
     ready: dict[str, NDArray[Any]] = {}
     for name in sorted(tensors):
         array = np.asarray(tensors[name], order="C")

@@ -7,6 +7,7 @@ unread. It keeps no socket, no clock of its own and no model code: weights are n
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from securefl.agreement import answer_kind, fedkc_terms
 from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
@@ -26,8 +28,9 @@ from securefl.errors import (
     WrongRound,
     WrongRun,
 )
-from securefl.messages import Dropped, FedKcTerms, Header, Party, RoundPlan, Step
+from securefl.messages import Dropped, Header, Party, RoundPlan, Step
 from securefl.methods.averaging import weighted_mean
+from securefl.receipt import make_receipt
 from securefl.release import (
     NonPrivate,
     PayloadKind,
@@ -71,6 +74,7 @@ class Server:
         self._sealed: dict[str, bytes] = {}
         self._relay: dict[str, bytes] = {}
         self._candidates: dict[str, Tensors] = {}
+        self._last: dict[str, tuple[int, str]] = {}
         self.metrics: dict[str, Mapping[str, float]] = {}
 
     @property
@@ -79,6 +83,10 @@ class Server:
         if self.finished:
             raise WrongRound("the run is over; no further message belongs to it")
         return self._steps[0]
+
+    @property
+    def _due(self) -> PayloadKind:
+        return answer_kind(self.step, self.config)
 
     def _steps_of_round(self) -> list[Step]:
         federation = self.config.federation
@@ -121,8 +129,8 @@ class Server:
             model=model,
             relayed=relayed,
             epochs=self.config.round_epochs(self.round),
-            fedkc=self._fedkc_terms(),
-            answer=self._answer_kind(),
+            fedkc=fedkc_terms(self.config),
+            answer=self._due,
         )
         body = encode(PayloadKind.PLAN, plan.model_dump(mode="json"), tensors)
         self._sequence += 1
@@ -137,26 +145,6 @@ class Server:
             time=int(self.clock()),
         )
         return envelope.seal(body, header, self.identity, [self.roster[name]])
-
-    def _fedkc_terms(self) -> FedKcTerms | None:
-        terms = self.config.fedkc
-        if self.config.federation.method != "fedkc" or isinstance(terms.compose, int):
-            return None
-        return FedKcTerms(
-            compose=terms.compose,
-            source=terms.source,
-            clusters=terms.clusters,
-            alpha=terms.alpha,
-            weights=terms.weights,
-        )
-
-    def _answer_kind(self) -> PayloadKind:
-        if self.step is Step.TRAIN:
-            return PayloadKind.MODEL
-        if self.step is Step.SHARE:
-            layered = self.config.fedkc.compose == "embeddings"
-            return PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
-        return PayloadKind.METRICS
 
     # --- in
 
@@ -179,10 +167,8 @@ class Server:
         self._replay.check(header)
         if name in self._admitted:
             raise WrongRound(f"{name} answered this step already; its second message was refused")
-        if header.kind not in (self._answer_kind(), PayloadKind.UNAVAILABLE):
-            raise MalformedEnvelope(
-                f"{name} sent {header.kind.value} where {self._answer_kind().value} was due"
-            )
+        if header.kind not in (self._due, PayloadKind.UNAVAILABLE):
+            raise MalformedEnvelope(f"{name} sent {header.kind.value} where {self._due.value} was due")
         if header.kind is PayloadKind.UNAVAILABLE or self.step is not Step.SHARE:
             release = self._opened(verified, header)
         else:
@@ -190,6 +176,7 @@ class Server:
             release = None
             self._sealed[name] = message
         self._replay.accept(header)
+        self._last[name] = (header.sequence, hashlib.sha256(message).hexdigest())
         if header.kind is PayloadKind.UNAVAILABLE:
             self.dropped.append(
                 Dropped(
@@ -238,6 +225,20 @@ class Server:
         """Note that a silo's message in this step was refused; the round goes on without it."""
         self.dropped.append(
             Dropped(name=name, step=self.step.value, error=type(error).__name__, reason=str(error))
+        )
+
+    def receipt(self, name: str) -> bytes | None:
+        """The signed word which envelope of a silo was admitted last; None before any (`ledger_copies`)."""
+        if name not in self._last:
+            return None
+        sequence, digest = self._last[name]
+        return make_receipt(
+            self.identity,
+            run=self.run,
+            silo=self.roster[name].fingerprint,
+            sequence=sequence,
+            envelope_sha256=digest,
+            time=int(self.clock()),
         )
 
     def admitted(self) -> Mapping[str, Release | None]:

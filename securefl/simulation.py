@@ -129,6 +129,7 @@ class Simulation:
                 config=config,
                 run=run,
                 data=SiloData(corpus.train[name], corpus.validation[name]),
+                dataset=name,
                 slm=slm,
                 base_sha256=base,
                 clock=time.time,

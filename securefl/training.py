@@ -20,16 +20,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from securefl.data import Rows
-from securefl.errors import DataError, SecureflError
+from securefl.errors import Cancelled, DataError, SecureflError
 from securefl.models import Slm
 
 _WEIGHT_DECAY = 0.01
 _MAX_GRADIENT_NORM = 1.0
 _WARM_UP = 0.1
-
-
-class Cancelled(SecureflError):
-    """The caller asked the training to stop; the model is left half trained."""
 
 
 def schedule(step: int, steps: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from securefl.config import Config
 from securefl.data import Rows
 from securefl.errors import ProtocolError
 from securefl.files import write_atomic
-from securefl.local import derive_seed, train_locally
+from securefl.local import starting_slm, train_locally
 from securefl.methods.fedkc import Knowledge
-from securefl.models import Slm, base_fingerprint, load_slm
+from securefl.models import Slm, base_fingerprint
 from securefl.release import PayloadKind, canonical_json, check_tensors, decode, encode, fingerprint
 from securefl.training import probabilities
 
@@ -43,13 +43,7 @@ class Workbench:
         seed = config.federation.seed
         key = repr((name, labels, terms.max_length, terms.train_embeddings, seed))
         if key not in self._loaded:
-            model = load_slm(
-                name,
-                labels,
-                max_length=terms.max_length,
-                train_embeddings=terms.train_embeddings,
-                seed=derive_seed(seed, "head"),
-            )
+            model = starting_slm(name, labels, config)
             self._loaded[key] = (model, base_fingerprint(name))
         model, base = self._loaded[key]
         return copy.deepcopy(model), base
@@ -87,6 +81,7 @@ class TrainingMemo:
         epochs: int,
         seed: int,
         knowledge: Sequence[Knowledge] = (),
+        cancelled: Callable[[], bool] | None = None,
     ) -> None:
         """Train `slm` in place, or load what the same training gave before."""
         facts = [
@@ -111,5 +106,5 @@ class TrainingMemo:
             else:
                 slm.load_state(tensors)
                 return
-        train_locally(slm, rows, config, epochs, seed, knowledge)
+        train_locally(slm, rows, config, epochs, seed, knowledge, cancelled)
         write_atomic(path, encode(PayloadKind.MODEL, {}, slm.state()), mode=0o600)

@@ -16,10 +16,11 @@ from securefl.data import Corpus, load_corpus
 from securefl.ledger import Ledger
 from securefl.local import LocalTraining, SiloData, train_locally
 from securefl.models import base_fingerprint, load_slm
-from securefl.policy import Policy
+from securefl.policy import Ceiling, Policy
 from securefl.privacy import noise_source
 from securefl.release import PayloadKind
 from securefl.server import Server
+from securefl.state import StateFolder
 
 RUN = "0123456789abcdef" * 2
 
@@ -96,9 +97,11 @@ def make_parties(
             "model_protections": ("sealed",),
             "centroid_protections": ("peer",),
             "min_cluster_size": 2,
-            "max_epsilon": 50.0,
-            "delta": 1e-5,
+            "min_noise_multiplier": 0.01,
             "max_release_bytes": 2**24,
+            "max_bytes_per_day": 2**40,
+            "approval": "automatic",
+            "datasets": {name: Ceiling(max_epsilon=50.0, delta=1e-5)},
             **policy,
         }
         clients[name] = Client(
@@ -110,10 +113,12 @@ def make_parties(
             config=config,
             run=RUN,
             data=SiloData(corpus.train[name], corpus.validation[name]),
+            dataset=name,
             slm=copy.deepcopy(start),
             base_sha256=base,
             noise=noise_source(3),
             clock=time.time,
+            state=StateFolder(folder / f"{name}.state"),
             train=train,
         )
     server = Server(

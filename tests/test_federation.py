@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from securefl import errors
+from securefl.client import Client
 from securefl.crypto import envelope
 from securefl.crypto.identity import Identity
 from securefl.errors import (
@@ -31,8 +33,10 @@ from securefl.errors import (
 )
 from securefl.ledger import verify_ledger
 from securefl.local import train_locally
-from securefl.messages import Party, Step
-from securefl.release import NonPrivate, PayloadKind, Release, encode_release
+from securefl.messages import Party, Step, parse_plan
+from securefl.policy import Ceiling
+from securefl.relayed import Reader, relayed_knowledge
+from securefl.release import NonPrivate, PayloadKind, Release, decode, encode, encode_release
 from tests.federation import Parties, make_parties, tiny_config
 
 
@@ -63,6 +67,10 @@ def _reseal(parties: Parties, name: str, body: bytes, kind: PayloadKind, **heade
         }
     )
     return envelope.seal(body, changed, client.identity, recipients)
+
+
+def _reader(client: Client) -> Reader:
+    return Reader(client.identity, client.roster, client.slm, 1)
 
 
 def test_the_average_is_the_mean_weighted_by_rows(parties: Parties) -> None:
@@ -275,11 +283,13 @@ def test_relayed_centroids_are_checked_by_the_client(sharing: Parties) -> None:
     ]:
         sharing.server._relay = {**honest, **lie}
         client = sharing.clients["silo-1"]
-        client._place = (2, 0)
-        answer = client._knowledge(*client._open_plan(sharing.server.outgoing()["silo-1"]))
-        assert len(answer) == 1, "only the centroids of silo-3 are used"
-        assert [(entry.name, entry.error) for entry in client.ignored] == [("silo-2", expected)]
-        client.ignored.clear()
+        message = sharing.server.outgoing()["silo-1"]
+        body = decode(envelope.open_(envelope.verify(message, {"server": client.server}), client.identity))
+        plan = parse_plan(body)
+        assert plan.fedkc is not None
+        found, ignored = relayed_knowledge(body.tensors, plan, plan.fedkc, _reader(client))
+        assert len(found) == 1, "only the centroids of silo-3 are used"
+        assert [(entry.name, entry.error) for entry in ignored] == [("silo-2", expected)]
 
 
 # --- an active server
@@ -294,13 +304,14 @@ def test_a_plan_from_another_server_is_refused(parties: Parties) -> None:
 
 
 def test_a_plan_is_answered_once(parties: Parties) -> None:
+    client, other = parties.clients["silo-1"], _plan(parties, _set(epochs=2))
     plan = parties.server.outgoing()["silo-1"]
-    parties.clients["silo-1"].handle(plan)
-    with pytest.raises(ProtocolError):
-        parties.clients["silo-1"].handle(plan)
-    with pytest.raises(WrongRound):  # a fresh message for the same step
-        parties.clients["silo-1"].handle(parties.server.outgoing()["silo-1"])
-    assert len(parties.clients["silo-1"].ledger.entries) == 1
+    answer = client.handle(plan)
+    assert client.handle(plan) == answer, "the very same bytes, for a server that lost them"
+    assert client.handle(parties.server.outgoing()["silo-1"]) == answer, "the same plan in another envelope"
+    with pytest.raises(WrongRound, match="another plan"):
+        client.handle(other)
+    assert len(client.ledger.entries) == 1
 
 
 def test_a_plan_for_another_silo_is_refused(parties: Parties) -> None:
@@ -336,7 +347,7 @@ def test_what_the_policy_forbids_is_answered_with_unavailable(
     ready.server.receive(answer)
     assert "silo-1" not in ready.server.admitted()
     assert [entry.name for entry in ready.server.dropped] == ["silo-1"]
-    assert clause in str(client.refusals[0])
+    assert clause == client.refusals[0].clause == client.ledger.refusals[0].clause
     assert clause not in ready.server.dropped[0].reason, "the server is told nothing more"
     assert len(client.ledger.entries) == 0, "nothing left, so nothing is charged"
 
@@ -366,11 +377,12 @@ def test_the_budget_stops_the_release_that_would_cross_it(
         privacy={"centroids": {"noise_multiplier": 1.0, "min_size": 2}},
     )
     # One release with multiplier 1 on 80 % of mu^2 has mu = 1.118: epsilon 5.5; two have 8.1 at delta 1e-5.
-    ready = make_parties(config, tmp_path, max_epsilon=7.0)
+    ceiling = {f"silo-{n}": Ceiling(max_epsilon=7.0, delta=1e-5) for n in (1, 2, 3)}
+    ready = make_parties(config, tmp_path, datasets=ceiling)
     ready.play(lambda server: server.round == 3)
     answer = ready.clients["silo-1"].handle(ready.server.outgoing()["silo-1"])
     assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
-    assert "max_epsilon" in str(ready.clients["silo-1"].refusals[0])
+    assert ready.clients["silo-1"].refusals[0].clause == "datasets"
 
 
 def test_every_answer_is_in_a_ledger_that_verifies(sharing: Parties, tmp_path: Path) -> None:
@@ -397,8 +409,6 @@ def test_logs_hold_no_text(parties: Parties, caplog: pytest.LogCaptureFixture) -
 
 def _plan(parties: Parties, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> bytes:
     """The server's plan for silo-1 with its document and tensors changed, sealed and signed by the server."""
-    from securefl.release import decode, encode
-
     client = parties.clients["silo-1"]
     verified = envelope.verify(parties.server.outgoing()["silo-1"], {"server": client.server})
     body = decode(envelope.open_(verified, client.identity))
@@ -460,24 +470,34 @@ def test_a_cohort_with_a_planted_peer_is_refused(sharing: Parties) -> None:
 )
 def test_absurd_centroids_of_a_peer_are_refused(sharing: Parties, name: str, array: np.ndarray) -> None:
     """A malicious peer signs and seals properly; what is inside does not fit."""
-    from securefl.messages import RoundPlan
-    from securefl.release import canonical_json, decode
-
-    victim = sharing.clients["silo-1"]
-    verified = envelope.verify(sharing.server.outgoing()["silo-1"], {"server": victim.server})
-    body = decode(envelope.open_(verified, victim.identity))
-    plan = RoundPlan.model_validate_json(canonical_json(body.document))
-    tensors = {
+    victim, peer = sharing.clients["silo-1"], sharing.clients["silo-2"]
+    message = sharing.server.outgoing()["silo-1"]
+    verified = envelope.verify(message, {"server": victim.server})
+    plan = parse_plan(decode(envelope.open_(verified, victim.identity)))
+    assert plan.fedkc is not None
+    plan = plan.model_copy(update={"relayed": ("silo-2",)})
+    good = {
         "centroids": np.zeros((2, 32), np.float32),
         "predictions": np.full((2, 2), 0.5, np.float32),
         "sizes": np.full((2,), 4, np.float32),
     }
-    good = Release(PayloadKind.CENTROIDS, tensors, {"encoder": plan.model}, NonPrivate(reason="test"))
-    header = verified.header.model_copy(update={"kind": PayloadKind.CENTROIDS})
-    assert len(victim._checked_knowledge(good, plan, "silo-2", header).sizes) == 2
-    bad = Release(PayloadKind.CENTROIDS, {**tensors, name: array}, {"encoder": plan.model}, good.claim)
-    with pytest.raises(PayloadError, match="silo-2"):
-        victim._checked_knowledge(bad, plan, "silo-2", header)
+
+    def relayed(tensors: dict[str, np.ndarray]) -> tuple[list[Any], list[Any]]:
+        claim = NonPrivate(reason="test")
+        body = encode_release(Release(PayloadKind.CENTROIDS, tensors, {"encoder": plan.model}, claim))
+        cards = [victim.identity.card, sharing.clients["silo-3"].identity.card]
+        sealed = _reseal(sharing, "silo-2", body, PayloadKind.CENTROIDS, cards=cards)
+        came = {"relay/silo-2": np.frombuffer(sealed, np.uint8)}
+        assert plan.fedkc is not None
+        return relayed_knowledge(came, plan, plan.fedkc, _reader(victim))
+
+    assert peer.identity.name == "silo-2"
+    assert [len(knowledge.sizes) for knowledge in relayed(good)[0]] == [2]
+    found, ignored = relayed({**good, name: array})
+    assert not found
+    assert [entry.name for entry in ignored] == ["silo-2"]
+    assert issubclass(getattr(errors, ignored[0].error), PayloadError)
+    assert "silo-2" in ignored[0].reason
 
 
 def test_a_bad_peer_does_not_silence_the_others(sharing: Parties) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from securefl.errors import UsageError
-from securefl.files import append_synced, check_out, read_limited, truncate_synced, write_atomic, write_new
+from securefl.files import check_out, read_limited, write_atomic, write_new
 
 
 def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -72,22 +72,6 @@ def test_read_limited(tmp_path: Path) -> None:
         read_limited(tmp_path / "a", 4)
     with pytest.raises(UsageError, match="cannot be read"):
         read_limited(tmp_path / "b", 4)
-
-
-def test_append_and_truncate(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(b"12")
-    append_synced(path, b"34", 2)
-    assert path.read_bytes() == b"1234"
-    for stale in (2, 5):
-        with pytest.raises(UsageError, match="another process"):
-            append_synced(path, b"x", stale)
-    truncate_synced(path, 3)
-    assert path.read_bytes() == b"123"
-    with pytest.raises(UsageError, match="cannot be written"):
-        append_synced(tmp_path / "b", b"", 0)
-    with pytest.raises(UsageError, match="cannot be written"):
-        truncate_synced(tmp_path / "b", 0)
 
 
 def test_names_up_to_the_limit_of_the_file_system(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import json
@@ -15,9 +16,11 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pydantic import ValidationError
 
 from securefl.crypto.identity import Card, Identity, Signatures, from_base64, to_base64
+from securefl.crypto.keyfiles import read_passphrase
 from securefl.errors import BadSignature, DecryptionFailed, SecureflError, UsageError
 
 DIGEST = hashlib.sha256(b"a message").digest()
@@ -288,8 +291,13 @@ def test_a_truncated_identity_is_refused(tmp_path: Path, cut: int) -> None:
 
 
 def test_load_of_nothing_a_folder_or_too_much(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path):
-        with pytest.raises(UsageError, match="cannot be read"):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path, says in (
+        (tmp_path / "absent", "cannot be read"),
+        (tmp_path, "not an ordinary file"),
+        (tmp_path / "pipe", "not an ordinary file"),
+    ):
+        with pytest.raises(UsageError, match=says):
             Identity.load(path)
     big = tmp_path / "big"
     big.touch(0o600)
@@ -322,3 +330,190 @@ def test_a_bad_name_is_refused(name: str) -> None:
 def test_seeds_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="four seeds"):
         Identity("alice", {**seeds_of(1), "mlkem768": bytes(32)})
+
+
+# --- passphrases
+
+PASSPHRASE = "correct horse, Батарея".encode()
+
+
+@pytest.fixture(scope="module")
+def closed(alice: Identity, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The document of an encrypted file."""
+    path = tmp_path_factory.mktemp("closed") / "key"
+    alice.save(path, PASSPHRASE)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    document: dict[str, Any] = json.loads(path.read_bytes())
+    return document
+
+
+def written(folder: Path, document: dict[str, Any]) -> Path:
+    path = folder / "key"
+    path.touch(0o600)
+    path.write_text(json.dumps(document))
+    return path
+
+
+def scrypt(passphrase: bytes, salt: bytes) -> bytes:
+    """RFC 7914 as the standard library has it."""
+    return hashlib.scrypt(passphrase, salt=salt, n=2**17, r=8, p=1, maxmem=2**28, dklen=32)
+
+
+def test_a_second_implementation_opens_an_encrypted_file(closed: dict[str, Any], alice: Identity) -> None:
+    raw = {field: base64.b64decode(closed[field]) for field in ("salt", "nonce", "ciphertext")}
+    assert {field: len(value) for field, value in raw.items()} == {"salt": 16, "nonce": 12, "ciphertext": 176}
+    clear = (
+        f'{{"fingerprint":"{alice.card.fingerprint}","format":"securefl.identity-encrypted/1","name":"alice",'
+        f'"nonce":"{closed["nonce"]}","salt":"{closed["salt"]}"}}'
+    ).encode()
+    plain = AESGCM(scrypt(PASSPHRASE, raw["salt"])).decrypt(raw["nonce"], raw["ciphertext"], clear)
+    assert plain == b"\1" * (32 + 32 + 64 + 32), "seeds_of(1), and nothing else"
+
+
+def test_a_file_of_a_second_implementation_is_opened(tmp_path: Path, bob: Identity) -> None:
+    salt, nonce = bytes(range(16)), bytes(range(12))
+    document = {
+        "fingerprint": bob.card.fingerprint,
+        "format": "securefl.identity-encrypted/1",
+        "name": "bob",
+        "nonce": base64.b64encode(nonce).decode(),
+        "salt": base64.b64encode(salt).decode(),
+    }
+    clear = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    sealed = AESGCM(scrypt(b"p", salt)).encrypt(nonce, b"\2" * 160, clear)
+    path = written(tmp_path, {**document, "ciphertext": base64.b64encode(sealed).decode()})
+    assert Identity.is_encrypted(path)
+    assert Identity.load(path, b"p").card == bob.card
+
+
+def test_no_seed_is_in_an_encrypted_file_and_nothing_repeats(closed: dict[str, Any], tmp_path: Path) -> None:
+    Identity("alice", seeds_of(1)).save(tmp_path / "again", PASSPHRASE)
+    again = json.loads((tmp_path / "again").read_bytes())
+    assert {field for field in closed if closed[field] != again[field]} == {"salt", "nonce", "ciphertext"}
+    for seed in seeds_of(1).values():
+        assert to_base64(seed)[:12] not in json.dumps(closed)
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "passphrase": lambda d: d,
+    "name": lambda d: {**d, "name": "bob"},
+    "fingerprint": lambda d: {**d, "fingerprint": "0" * 64},
+    "salt": lambda d: {**d, "salt": to_base64(bytes(16))},
+    "nonce": lambda d: {**d, "nonce": to_base64(bytes(12))},
+    "ciphertext": lambda d: {**d, "ciphertext": to_base64(flip(base64.b64decode(d["ciphertext"]), 100))},
+    "tag": lambda d: {**d, "ciphertext": to_base64(flip(base64.b64decode(d["ciphertext"]), 175))},
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_passphrase_and_an_altered_file_say_the_same(
+    fault: str, closed: dict[str, Any], tmp_path: Path
+) -> None:
+    path = written(tmp_path, WRONG[fault](closed))
+    with pytest.raises(UsageError) as caught:
+        Identity.load(path, b"wrong" if fault == "passphrase" else PASSPHRASE)
+    assert str(caught.value) == f"{path}: does not open; the passphrase is wrong, or the file was altered"
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "correct horse" not in shown
+    assert "InvalidTag" not in shown
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda d: {**d, "n": 2**30},  # other parameters than the format's
+        lambda d: {**d, "kdf": {"name": "scrypt", "n": 2**17, "r": 8, "p": 1}},
+        lambda d: {**d, "format": "securefl.identity-encrypted/2"},
+        lambda d: {**d, "format": ["securefl.identity-encrypted/1"]},
+        lambda d: {**d, "salt": d["salt"][:-4]},
+        lambda d: {**d, "salt": to_base64(bytes(17))},
+        lambda d: {**d, "nonce": None},
+        lambda d: {**d, "ciphertext": to_base64(bytes(60_000 // 2))},
+        lambda d: {**d, "ciphertext": ""},
+        lambda d: {field: value for field, value in d.items() if field != "nonce"},
+        lambda d: {**d, "seeds": {}},
+    ],
+)
+def test_a_malformed_encrypted_file_is_refused_before_any_work(
+    spoil: Callable[[Any], Any], closed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: object, **named: object) -> None:
+        raise AssertionError("scrypt was started")
+
+    monkeypatch.setattr("securefl.crypto.keyfiles.Scrypt", never)
+    with pytest.raises(UsageError, match="is not a securefl identity"):
+        Identity.load(written(tmp_path, spoil(closed)), PASSPHRASE)
+
+
+def test_a_key_is_opened_as_it_was_saved_only(
+    closed: dict[str, Any], alice: Identity, tmp_path: Path
+) -> None:
+    path = written(tmp_path, closed)
+    with pytest.raises(UsageError, match=r"is encrypted; give --passphrase-file, or .* when asked"):
+        Identity.load(path)
+    plain = tmp_path / "plain"
+    alice.save(plain)
+    assert (Identity.is_encrypted(path), Identity.is_encrypted(plain)) == (True, False)
+    with pytest.raises(UsageError, match="is not encrypted, though a passphrase was given"):
+        Identity.load(plain, PASSPHRASE)
+    path.chmod(0o640)
+    for attempt in (Identity.is_encrypted, Identity.load):
+        with pytest.raises(UsageError, match="others can reach"):
+            attempt(path)
+
+
+@pytest.mark.parametrize("passphrase", [b"", b"x" * 1025])
+def test_a_passphrase_that_is_none_writes_nothing(
+    passphrase: bytes, alice: Identity, closed: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="passphrase"):
+        alice.save(tmp_path / "new", passphrase)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(UsageError, match="passphrase"):
+        Identity.load(written(tmp_path, closed), passphrase)
+
+
+def nobody() -> str:
+    raise AssertionError("nobody is asked where there is a file")
+
+
+@pytest.mark.parametrize(
+    ("content", "passphrase"),
+    [
+        (b"secret", b"secret"),
+        (b"secret\n", b"secret"),
+        (b"secret\r\n", b"secret"),
+        (b"secret\n\n", b"secret\n"),
+        (b" a b \n", b" a b "),
+        (b"x" * 1024 + b"\n", b"x" * 1024),
+        (b"", None),
+        (b"\n", None),
+        (b"x" * 1025, None),
+        (b"x" * 5000, None),
+    ],
+)
+def test_a_passphrase_file(content: bytes, passphrase: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "passphrase"
+    path.touch(0o600)
+    path.write_bytes(content)
+    if passphrase is not None:
+        assert read_passphrase(path, nobody) == passphrase
+        return
+    with pytest.raises(UsageError, match=str(path)) as caught:
+        read_passphrase(path, nobody)
+    assert "xxx" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
+def test_a_passphrase_file_that_others_can_reach(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "passphrase"
+    path.write_bytes(b"secret")
+    path.chmod(mode)
+    with pytest.raises(UsageError, match=f"mode {mode:04o}"):
+        read_passphrase(path, nobody)
+
+
+def test_a_passphrase_that_is_asked_for_is_utf8() -> None:
+    assert read_passphrase(None, lambda: "žluť") == b"\xc5\xbelu\xc5\xa5"
+    with pytest.raises(UsageError, match="empty"):
+        read_passphrase(None, lambda: "")

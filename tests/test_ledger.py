@@ -1,111 +1,50 @@
-"""The ledger: what it records, the account, and every way of altering it."""
+"""The ledger: what it records, the accounts, answers, and several writers."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from securefl.account import Account
-from securefl.crypto.identity import Card, Identity
 from securefl.errors import BudgetExceeded, LedgerCorrupt, Refused, UsageError
-from securefl.ledger import Entry, Ledger, head_path, verify_ledger
-from securefl.messages import Party
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, canonical_json
-
-RUN = "ab" * 16
-SILO, OTHER = Identity.generate("silo-1"), Identity.generate("silo-2")
-SERVER = Party(name="server", key="5" * 64)
-PEERS = (Party(name="silo-2", key="6" * 64), Party(name="silo-3", key="7" * 64))
-PLAIN = NonPrivate(reason="weights trained without differential privacy")
-
-
-def gaussian(mu: float, delta: float = 1e-5, simulated: bool = False) -> GaussianSums:
-    return GaussianSums(
-        epsilon=1.0,  # of the one release; the account composes mu
-        delta=delta,
-        mu=mu,
-        clip=6.0,
-        noise_multiplier=2.0,
-        count_multiplier=3.0,
-        prediction_multiplier=3.0,
-        generator="os",
-        simulated=simulated,
-    )
-
-
-def charge(ledger: Ledger, **fields: Any) -> Entry:
-    values: dict[str, Any] = {
-        "run": RUN,
-        "round": 1,
-        "step": "train",
-        "kind": PayloadKind.MODEL,
-        "recipients": [SERVER],
-        "protection": "sealed",
-        "envelope": b"the envelope",
-        "body": b"the body",
-        "claim": PLAIN,
-        **fields,
-    }
-    return ledger.append(**values)
-
-
-def clock() -> Callable[[], float]:
-    ticks = iter(range(10_000))
-    return lambda: 1_760_000_000.5 + next(ticks)
+from securefl.ledger import Ledger, head_path, verify_ledger
+from securefl.release import NonPrivate, PayloadKind
+from tests.ledgers import (
+    OTHER,
+    PEERS,
+    PLAIN,
+    PLAN,
+    RUN,
+    SILO,
+    charge,
+    clock,
+    copied,
+    finished_ledger,
+    gaussian,
+    lines_of,
+    refuse,
+    signed,
+)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Genesis, a model, two noised centroid releases and a last model."""
-    path = tmp_path_factory.mktemp("ledger") / "silo-1.jsonl"
-    ledger = Ledger.create(path, SILO, clock())
-    charge(ledger)
-    share = {"step": "share", "kind": PayloadKind.CENTROIDS, "recipients": PEERS, "protection": "peer"}
-    charge(ledger, round=2, claim=gaussian(0.3), **share)
-    charge(ledger, round=3, claim=gaussian(0.4, 1e-6, True), **share)
-    charge(ledger, round=3)
-    return path
+    return finished_ledger(tmp_path_factory.mktemp("ledger") / "silo-1.jsonl")
 
 
 @pytest.fixture
 def path(finished: Path, tmp_path: Path) -> Path:
-    for file in finished.parent.iterdir():
-        shutil.copy(file, tmp_path)
-    return tmp_path / finished.name
-
-
-def lines_of(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True)
-
-
-def signed(document: dict[str, Any], by: Identity = SILO, context: bytes = b"securefl/1 ledger") -> bytes:
-    """A line as the written format has it, signed again: what the silo's own keys can forge."""
-    unsigned = {key: value for key, value in document.items() if key != "signature"}
-    digest = hashlib.sha256(canonical_json(unsigned)).digest()
-    return canonical_json({**unsigned, "signature": by.sign(context, digest).document()}) + b"\n"
-
-
-def write_head(path: Path, index: int, digest: str, by: Identity = SILO) -> None:
-    head = {"version": 1, "index": index, "hash": digest}
-    head_path(path).write_bytes(signed(head, by, b"securefl/1 ledger-head"))
-
-
-def rechain(path: Path, documents: list[dict[str, Any]]) -> None:
-    """Every line signed and chained again, and a head: a history forged by who has the keys."""
-    written: list[bytes] = []
-    for document in documents:
-        previous = hashlib.sha256(written[-1]).hexdigest() if written else None
-        written.append(signed({**document, "previous": previous}))
-    path.write_bytes(b"".join(written))
-    write_head(path, len(written) - 1, hashlib.sha256(written[-1]).hexdigest())
+    return copied(finished, tmp_path)
 
 
 # --- what it records
@@ -127,6 +66,7 @@ def test_a_ledger_verifies_and_says_what_left(finished: Path) -> None:
     assert first.envelope_sha256 == hashlib.sha256(b"the envelope").hexdigest()
     assert first.body_sha256 == hashlib.sha256(b"the body").hexdigest()
     assert (first.bytes, first.protection, first.claim) == (12, "sealed", PLAIN)
+    assert (first.plan, first.plan_sequence, first.dataset) == (PLAN, 3, "notes")
     assert (share.kind, share.recipients, share.claim) == (PayloadKind.CENTROIDS, PEERS, gaussian(0.3))
     assert verify_ledger(finished).head_hash == summary.head_hash
 
@@ -160,7 +100,7 @@ def test_each_line_is_on_the_disk_when_append_returns(
 def test_open_goes_on(path: Path) -> None:
     before = verify_ledger(path)
     ledger = Ledger.open(path, SILO, clock())
-    assert ledger.account() == before.account
+    assert ledger.accounts() == before.accounts == {"notes": before.account}
     assert ledger.entries == before.releases
     entry = charge(ledger, round=4)
     assert entry.index == 5
@@ -175,41 +115,224 @@ def test_create_does_not_overwrite_and_open_wants_its_own(path: Path) -> None:
     assert path.read_bytes() == before
     with pytest.raises(LedgerCorrupt, match="another identity than silo-2"):
         Ledger.open(path, OTHER)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be opened for writing"):
         Ledger.open(path.with_name("absent.jsonl"), SILO)
+    with pytest.raises(UsageError, match="cannot be read"):
+        verify_ledger(path.with_name("absent.jsonl"))
 
 
-def test_the_same_release_is_not_charged_twice(path: Path) -> None:
+def test_a_ledger_that_is_gone_is_not_begun_anew(path: Path) -> None:
+    """Its head record still says that something left."""
+    path.unlink()
+    with pytest.raises(UsageError, match=r"is missing, but had \d+ lines by .*head\.json; restore it"):
+        Ledger.create(path, SILO)
+
+
+def test_a_crash_between_head_and_genesis_is_begun_again(tmp_path: Path) -> None:
+    fresh = tmp_path / "new.jsonl"
+    Ledger.create(fresh, SILO)
+    fresh.unlink()  # as a crash leaves it: the head is written first
+    charge(Ledger.create(fresh, SILO))
+    assert len(verify_ledger(fresh).releases) == 1
+
+
+def test_two_processes_cannot_both_spend_the_last_of_a_budget(tmp_path: Path) -> None:
+    """Each has room for one release as it opened the ledger; the account that decides is the file's."""
+    path = tmp_path / "silo-1.jsonl"
+    first, second = Ledger.create(path, SILO), Ledger.open(path, SILO)
+
+    def permit(account: Account) -> None:
+        if account.mu > 1.0:
+            raise BudgetExceeded("no room")
+
+    charge(first, claim=gaussian(0.9), permit=permit)
+    assert second.account("notes").mu == 0.0, "it has not looked since"
+    with pytest.raises(BudgetExceeded, match="no room"):
+        charge(second, round=2, claim=gaussian(0.9), permit=permit)
+    assert len(verify_ledger(path).releases) == 1
+    assert second.account("notes").mu == pytest.approx(0.9), "and now it has"
+
+
+def test_a_step_is_answered_once(path: Path) -> None:
+    """Neither another kind nor a refusal may follow a release of the same step, nor the other way round."""
     for ledger in (Ledger.open(path, SILO), Ledger.open(path, SILO)):
         before = path.read_bytes()
-        with pytest.raises(Refused, match="round 3, train, was charged before"):
-            charge(ledger, round=3, body=b"fresh noise")
+        for again in (
+            lambda one=ledger: charge(one, round=3, body=b"fresh noise"),
+            lambda one=ledger: charge(one, round=3, kind=PayloadKind.METRICS),
+            lambda one=ledger: refuse(one, round=3),
+        ):
+            with pytest.raises(Refused, match="round 3, train, was answered before"):
+                again()
         assert path.read_bytes() == before
     charge(ledger, round=3, run="cd" * 16)
-    charge(ledger, round=3, kind=PayloadKind.METRICS)
-    charge(ledger, round=3, step="finish")
-    assert verify_ledger(path).entries == 8
+    refuse(ledger, round=3, step="finish")
+    with pytest.raises(Refused, match="round 3, finish, was answered before"):
+        charge(ledger, round=3, step="finish")
+    assert verify_ledger(path).entries == 7
 
 
-def test_two_writers_do_not_break_the_chain(path: Path) -> None:
+def test_a_refusal_is_an_entry_and_spends_nothing(path: Path) -> None:
+    ledger = Ledger.open(path, SILO, clock())
+    before = ledger.accounts()
+    entry = refuse(ledger, round=4, reason="r" * 500)
+    assert ledger.accounts() == before
+    (found,) = verify_ledger(path).refusals
+    assert found == entry == ledger.answer_at(RUN, 4, "train") == ledger.last_answer(RUN)
+    assert (found.index, found.clause, found.reason) == (5, "methods", "r" * 400)
+    assert (found.plan, found.plan_sequence) == (PLAN, 3)
+    assert (found.bytes, found.envelope_sha256) == (11, hashlib.sha256(b"unavailable").hexdigest())
+
+
+def test_answers_are_found_again(path: Path) -> None:
+    ledger = Ledger.open(path, SILO)
+    first, share, _, last = ledger.entries
+    assert ledger.answer_at(RUN, 1, "train") == first
+    assert ledger.answer_at(RUN, 2, "share") == share
+    assert ledger.answer_at(RUN, 2, "train") is None
+    assert ledger.last_answer(RUN) == last
+    assert ledger.last_answer("cd" * 16) is None
+    other = charge(ledger, run="cd" * 16)
+    assert (ledger.last_answer(RUN), ledger.last_answer("cd" * 16)) == (last, other)
+
+
+def test_an_approval_is_of_one_plan_and_given_once(path: Path) -> None:
+    ledger = Ledger.open(path, SILO)
+    ledger.append_approval(plan="d" * 64, run=RUN, round=9, step="train")
+    assert ledger.is_approved("d" * 64)
+    assert not ledger.is_approved(PLAN), "that a plan was answered is not an approval"
+    with pytest.raises(Refused, match="was approved before"):
+        ledger.append_approval(plan="d" * 64, run=RUN, round=9, step="train")
+    (found,) = verify_ledger(path).approvals
+    assert (found.plan, found.run, found.round, found.step) == ("d" * 64, RUN, 9, "train")
+    assert Ledger.open(path, SILO).is_approved("d" * 64)
+
+
+def test_the_next_sequence_only_rises(path: Path) -> None:
+    ledger = Ledger.open(path, SILO)
+    seen = [ledger.next_sequence]
+    charge(ledger, round=4)
+    seen.append(ledger.next_sequence)
+    refuse(ledger, round=5)
+    seen.append(ledger.next_sequence)
+    ledger.append_approval(plan=PLAN, run=RUN, round=6, step="train")
+    seen.append(Ledger.open(path, SILO).next_sequence)
+    assert seen == [5, 6, 7, 8]
+
+
+def test_bytes_since_counts_what_is_dated_ahead(tmp_path: Path) -> None:
+    """Releases of 1, 2 and 4 bytes at 100, 300 and, the clock set back, 200; a refusal sends no data."""
+    times = iter([0.0, 100.0, 300.0, 200.0, 400.0])
+    ledger = Ledger.create(tmp_path / "a.jsonl", SILO, lambda: next(times))
+    for number, size in enumerate((1, 2, 4), start=1):
+        charge(ledger, round=number, envelope=b"x" * size)
+    refuse(ledger, round=4)
+    sums = {since: ledger.bytes_since(since) for since in (0.0, 100.0, 100.5, 200.0, 250.0, 300.5)}
+    assert sums == {0.0: 7, 100.0: 7, 100.5: 6, 200.0: 6, 250.0: 2, 300.5: 0}
+
+
+# --- several writers
+
+
+def test_two_writers_by_turns_keep_the_chain(path: Path) -> None:
     one, two = Ledger.open(path, SILO), Ledger.open(path, SILO)
-    charge(one, round=4)
-    with pytest.raises(UsageError, match="another process"):
-        charge(two, round=5)
+    for number in range(4, 8):
+        charge(one, round=2 * number)
+        charge(two, round=2 * number + 1, claim=gaussian(0.1))
+    with pytest.raises(Refused, match="answered before"):
+        charge(one, round=9)
+    summary = verify_ledger(path)
+    assert (summary.entries, summary.notes) == (13, ())
+    assert one.entries == two.entries == summary.releases
+    assert summary.account.mu == pytest.approx(math.sqrt(0.5**2 + 4 * 0.1**2), rel=1e-12)
+
+
+def test_another_process_approves_while_this_one_runs(path: Path) -> None:
+    ledger = Ledger.open(path, SILO)
+    SILO.save(path.with_name("key"))
+    code = (
+        "import sys; from pathlib import Path; from securefl.crypto.identity import Identity; "
+        "from securefl.ledger import Ledger; "
+        "ledger = Ledger.open(Path(sys.argv[1]), Identity.load(Path(sys.argv[2]))); "
+        f"ledger.append_approval(plan='{PLAN}', run='{RUN}', round=9, step='train')"
+    )
+    subprocess.run([sys.executable, "-c", code, path, path.with_name("key")], check=True)
+    assert not ledger.is_approved(PLAN)
+    ledger.refresh()
+    assert ledger.is_approved(PLAN)
+    assert charge(ledger, round=4).index == 6
+    assert verify_ledger(path).notes == ()
+
+
+def test_an_append_waits_for_the_writer_before_it(path: Path) -> None:
+    """While another holds the lock, nothing is read and nothing written."""
+    before = path.read_bytes()
+    ledger = Ledger.open(path, SILO)
+    with path.open("rb") as file:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        waiting = threading.Thread(target=charge, args=(ledger,), kwargs={"round": 4})
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        assert path.read_bytes() == before
+    waiting.join(30)
     assert verify_ledger(path).entries == 6
-    charge(one, round=5)
+
+
+@pytest.mark.parametrize("line", [1, 3, 5])
+def test_a_change_under_an_open_ledger_is_noticed(path: Path, line: int) -> None:
+    ledger = Ledger.open(path, SILO)
+    lines, head = lines_of(path), head_path(path).read_bytes()
+    spoilt = list(lines)
+    spoilt[line - 1] = signed(json.loads(lines[line - 1]))  # other signatures, the same content and length
+    path.write_bytes(b"".join(spoilt))
+    for act in (ledger.refresh, lambda: charge(ledger, round=4)):
+        with pytest.raises(LedgerCorrupt, match="cut or changed in its first 5 lines"):
+            act()
+    path.write_bytes(b"".join(lines[:4]))
+    with pytest.raises(LedgerCorrupt, match="cut or changed"):
+        ledger.refresh()
+    path.write_bytes(b"".join(lines))
+    head_path(path).unlink()
+    with pytest.raises(LedgerCorrupt, match="head record is missing"):
+        ledger.refresh()
+    head_path(path).write_bytes(head)
+    ledger.refresh()
+    charge(ledger, round=4)
+
+
+def test_a_bad_line_by_another_is_not_followed(path: Path) -> None:
+    ledger = Ledger.open(path, SILO)
+    with path.open("ab") as file:
+        file.write(signed({**json.loads(lines_of(path)[1]), "index": 5}))
+    with pytest.raises(LedgerCorrupt, match="line 6: the hash chain is broken"):
+        charge(ledger, round=4)
+    assert len(ledger.entries) == 4
+
+
+def test_what_another_writer_left_torn_or_lagging_is_repaired(path: Path) -> None:
+    ledger, other = Ledger.open(path, SILO), Ledger.open(path, SILO)
+    head = head_path(path).read_bytes()
+    charge(other, round=4)
+    head_path(path).write_bytes(head)
+    ledger.refresh()
+    assert verify_ledger(path).notes == ()
+    with path.open("ab") as file:
+        file.write(b'{"account":{"del')
+    charge(ledger, round=5)
+    assert verify_ledger(path).entries == 7
 
 
 def test_a_full_disk_leaves_the_ledger_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger.open(path, SILO)
-    before, account = path.read_bytes(), ledger.account()
+    before, account = path.read_bytes(), ledger.account("notes")
     real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:100]))
     with pytest.raises(UsageError, match="cannot be written"):
         charge(ledger, round=4)
     monkeypatch.undo()
     assert path.read_bytes() == before
-    assert ledger.account() == account
+    assert ledger.account("notes") == account
     charge(ledger, round=4)
     assert verify_ledger(path).entries == 6
 
@@ -218,9 +341,22 @@ def test_what_could_not_be_verified_is_not_written(path: Path) -> None:
     ledger = Ledger.open(path, SILO)
     before = path.read_bytes()
     bad: dict[str, Any]
-    for bad in ({"protection": "NOT A WORD"}, {"recipients": []}, {"envelope": b""}):
+    for bad in (
+        {"protection": "NOT A WORD"},
+        {"recipients": []},
+        {"envelope": b""},
+        {"dataset": "Not A Name"},
+        {"plan": "not a hash"},
+        {"plan_sequence": 0},
+        {"plan_sequence": True},
+        {"run": "not a run"},
+        {"step": "Not A Step"},
+    ):
         with pytest.raises(LedgerCorrupt):
-            charge(ledger, round=9, **bad)
+            charge(ledger, **{"round": 9, **bad})
+    for bad in ({"clause": "Not A Clause"}, {"clause": ""}, {"reason": ""}, {"round": 0}):
+        with pytest.raises(LedgerCorrupt):
+            refuse(ledger, **{"round": 9, **bad})
     assert path.read_bytes() == before
 
 
@@ -257,17 +393,44 @@ def test_the_largest_mu_still_has_an_epsilon() -> None:
 
 def test_only_private_releases_have_an_epsilon(tmp_path: Path) -> None:
     ledger = Ledger.create(tmp_path / "a.jsonl", SILO)
-    assert (ledger.account().epsilon, ledger.account().private_epsilon) == (None, None)
-    foreseen = ledger.account_with(gaussian(1.0))
-    assert ledger.account() == Account()
+    assert ledger.account("notes") == Account()
+    foreseen = ledger.account_with("notes", gaussian(1.0))
+    assert ledger.account("notes") == Account()
+    assert ledger.accounts() == {}
     charge(ledger, claim=gaussian(1.0))
-    assert ledger.account() == foreseen
-    assert ledger.account().epsilon == ledger.account().private_epsilon
-    assert delta_of(ledger.account().epsilon or 0.0, 1.0) == pytest.approx(1e-5, rel=1e-6)
-    assert not ledger.account().simulated
+    account = ledger.account("notes")
+    assert account == foreseen
+    assert account.epsilon == account.private_epsilon
+    assert delta_of(account.epsilon or 0.0, 1.0) == pytest.approx(1e-5, rel=1e-6)
+    assert not account.simulated
     charge(ledger, round=2)
-    assert ledger.account().epsilon is None
-    assert ledger.account().private_epsilon == foreseen.private_epsilon
+    assert ledger.account("notes").epsilon is None
+    assert ledger.account("notes").private_epsilon == foreseen.private_epsilon
+
+
+def test_each_data_set_has_its_own_account(tmp_path: Path) -> None:
+    """notes: .3 and .4 give .5 at 1e-5; images: 1.2 at 1e-6, and a model that is not private."""
+    path = tmp_path / "a.jsonl"
+    ledger = Ledger.create(path, SILO)
+    charge(ledger, round=1, claim=gaussian(0.3))
+    charge(ledger, round=2, claim=gaussian(1.2, 1e-6, True), dataset="images")
+    charge(ledger, round=3, claim=gaussian(0.4))
+    charge(ledger, round=4, dataset="images")
+    for accounts in (ledger.accounts(), verify_ledger(path).accounts, Ledger.open(path, SILO).accounts()):
+        assert set(accounts) == {"notes", "images"}
+        notes, images = accounts["notes"], accounts["images"]
+        assert notes.mu == pytest.approx(0.5, abs=1e-12)
+        assert (notes.delta, notes.nonprivate, notes.simulated) == (1e-5, (), False)
+        assert delta_of(notes.epsilon or 0.0, 0.5) == pytest.approx(1e-5, rel=1e-6)
+        assert (images.mu, images.delta, images.simulated) == (1.2, 1e-6, True)
+        assert (images.nonprivate, images.nonprivate_releases) == ((PLAIN.reason,), 1)
+    assert ledger.account_with("images", gaussian(0.5)).mu == pytest.approx(1.3, abs=1e-12)  # 5, 12, 13
+    assert [entry.account for entry in ledger.entries][2:] == [
+        ledger.account("notes"),
+        ledger.account("images"),
+    ]
+    with pytest.raises(UsageError, match="several data sets: notes, images"):
+        _ = verify_ledger(path).account
 
 
 def test_reasons_are_listed_once_and_counted(tmp_path: Path) -> None:
@@ -275,275 +438,5 @@ def test_reasons_are_listed_once_and_counted(tmp_path: Path) -> None:
     for i in range(1, 4):
         charge(ledger, round=i)
     charge(ledger, round=4, claim=NonPrivate(reason="another"))
-    assert ledger.account().nonprivate == (PLAIN.reason, "another")
-    assert ledger.account().nonprivate_releases == 4
-
-
-# --- tampering
-
-FIELDS = [*Entry.model_fields]
-
-
-def altered(value: Any) -> Any:
-    """Another value of the same form."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int | float):
-        return value + 1
-    if isinstance(value, str):
-        return {"centroids": "metrics", "release": "genesis"}.get(
-            value, ("a" if value[0] != "a" else "b") + value[1:]
-        )
-    if isinstance(value, list):
-        return [altered(value[0]), *value[1:]]
-    key = sorted(value)[0]
-    return {**value, key: altered(value[key])}
-
-
-@pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("line", [3, 5])
-def test_every_field_altered(path: Path, field: str, line: int) -> None:
-    lines = lines_of(path)
-    document = json.loads(lines[line - 1])
-    document[field] = altered(document[field])
-    lines[line - 1] = canonical_json(document) + b"\n"
-    path.write_bytes(b"".join(lines))
-    with pytest.raises(LedgerCorrupt, match=rf"silo-1\.jsonl: line {line}: "):
-        verify_ledger(path, SILO.card)
-    with pytest.raises(LedgerCorrupt):
-        Ledger.open(path, SILO)
-
-
-@pytest.mark.parametrize("field", ["time", "card", "signature", "index", "previous"])
-def test_genesis_altered(path: Path, field: str) -> None:
-    lines = lines_of(path)
-    document = json.loads(lines[0])
-    if field == "card":
-        document["card"] = json.loads(OTHER.card.to_json())
-    elif field == "previous":
-        document["previous"] = "0" * 64
-    else:
-        document[field] = altered(document[field])
-    path.write_bytes(b"".join([canonical_json(document) + b"\n", *lines[1:]]))
-    with pytest.raises(LedgerCorrupt, match=r"line 1: "):
-        verify_ledger(path)
-
-
-@pytest.mark.parametrize("half", ["ed25519", "mldsa65"])
-def test_either_signature_altered(path: Path, half: str) -> None:
-    lines = lines_of(path)
-    document = json.loads(lines[2])
-    document["signature"][half] = json.loads(lines[1])["signature"][half]
-    path.write_bytes(b"".join([*lines[:2], canonical_json(document) + b"\n", *lines[3:]]))
-    with pytest.raises(LedgerCorrupt, match="line 3: the signature does not hold"):
-        verify_ledger(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda ls: [*ls[:2], *ls[3:]], "line 3: has index 3 where 2 is due"),
-        (lambda ls: [ls[0], ls[2], ls[1], *ls[3:]], "line 2: has index 2 where 1 is due"),
-        (lambda ls: [*ls[:3], ls[2], *ls[3:]], "line 4: has index 2 where 3 is due"),
-        (lambda ls: ls[1:], "line 1: is not the first entry"),
-        (lambda ls: [ls[0], *ls], "line 2: is a second first entry"),
-        (lambda ls: [*ls[:2], b"\n", *ls[2:]], "line 3: is not JSON"),
-        (lambda ls: [*ls[:2], b"not JSON\n", *ls[3:]], "line 3: is not JSON"),
-        (lambda ls: [*ls[:2], b"{}\n", *ls[3:]], "line 3: is not an entry"),
-        (lambda ls: [*ls[:2], b"[]\n", *ls[3:]], "line 3: is not an entry"),
-        (lambda ls: [*ls[:2], b"\xff\n", *ls[3:]], "line 3: is not"),
-        (lambda ls: [*ls[:2], b" " + ls[2], *ls[3:]], "line 3: is not in its canonical"),
-        (lambda ls: [*ls[:2], ls[2][:-1] + b"\r\n", *ls[3:]], "line 3: is not in its canonical"),
-        (lambda ls: [*ls[:2], b'{"round":2,' + ls[2][1:], *ls[3:]], "line 3: is not in its canonical"),
-        (lambda ls: [*ls[:2], b" " * 2**20 + ls[2], *ls[3:]], "line 3: is longer than any entry"),
-        (lambda ls: [*ls[:2], ls[2][:-1], *ls[3:]], "line 3: is not JSON"),
-        (lambda _: [], "line 1: is missing"),
-    ],
-)
-def test_lines_dropped_swapped_repeated_or_spoilt(
-    path: Path, change: Callable[[list[bytes]], list[bytes]], message: str
-) -> None:
-    path.write_bytes(b"".join(change(lines_of(path))))
-    with pytest.raises(LedgerCorrupt, match=message):
-        verify_ledger(path)
-
-
-@pytest.mark.parametrize("kept", [1, 2, 3, 4])
-def test_a_cut_tail_is_noticed(path: Path, kept: int) -> None:
-    path.write_bytes(b"".join(lines_of(path)[:kept]))
-    message = rf"line {kept + 1}: is missing; by the head record the file has 5 lines"
-    with pytest.raises(LedgerCorrupt, match=message):
-        verify_ledger(path)
-    with pytest.raises(LedgerCorrupt, match=message):
-        Ledger.open(path, SILO)
-
-
-def test_a_tail_cut_inside_its_last_line_is_noticed(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(LedgerCorrupt, match="line 5: is missing"):
-        verify_ledger(path)
-
-
-def test_a_missing_or_foreign_head(path: Path) -> None:
-    head = head_path(path)
-    good = json.loads(head.read_bytes())
-    for spoilt in (
-        b"",
-        b"[]",
-        b"{",
-        b"null",
-        canonical_json({**good, "index": True}),
-        canonical_json({**good, "index": "4"}),
-        canonical_json({**good, "index": 3}),
-        canonical_json({**good, "hash": "0" * 64}),
-        canonical_json({**good, "more": 1}),
-        canonical_json({k: v for k, v in good.items() if k != "signature"}),
-    ):
-        head.write_bytes(spoilt)
-        with pytest.raises(LedgerCorrupt, match=r"silo-1\.head\.json: "):
-            verify_ledger(path)
-    write_head(path, 4, good["hash"], OTHER)
-    with pytest.raises(LedgerCorrupt, match="the signature does not hold"):
-        verify_ledger(path)
-    head.unlink()
-    with pytest.raises(LedgerCorrupt, match="head record is missing"):
-        verify_ledger(path)
-    with pytest.raises(LedgerCorrupt, match="head record is missing"):
-        Ledger.open(path, SILO)
-
-
-def test_an_entrys_signature_is_no_heads(path: Path) -> None:
-    head = {"version": 1, "index": 4, "hash": verify_ledger(path).head_hash}
-    head_path(path).write_bytes(signed(head))
-    with pytest.raises(LedgerCorrupt, match="the signature does not hold"):
-        verify_ledger(path)
-
-
-def test_a_head_two_behind_or_of_another_entry(path: Path) -> None:
-    hashes = [hashlib.sha256(line).hexdigest() for line in lines_of(path)]
-    for index, digest in ((2, hashes[2]), (4, hashes[3]), (3, hashes[4]), (-1, hashes[0])):
-        write_head(path, index, digest)
-        with pytest.raises(LedgerCorrupt, match="names another last entry"):
-            verify_ledger(path)
-
-
-# --- what only the holder of the keys could forge
-
-
-def test_a_forged_account_is_noticed(path: Path) -> None:
-    documents = [json.loads(line) for line in lines_of(path)]
-    rechain(path, documents)
-    assert verify_ledger(path).entries == 5  # the forger's tools work
-    for field, value in (
-        ("mu", 0.25),
-        ("private_epsilon", 0.5),
-        ("private_epsilon", None),
-        ("delta", 1e-4),
-        ("nonprivate", []),
-        ("nonprivate_releases", 0),
-        ("simulated", True),
-    ):
-        forged = json.loads(json.dumps(documents))
-        forged[2]["account"][field] = value
-        rechain(path, forged)
-        with pytest.raises(LedgerCorrupt, match="line 3: the account does not follow from the claims"):
-            verify_ledger(path)
-
-
-def test_a_forged_second_charge_is_noticed(path: Path) -> None:
-    documents = [json.loads(line) for line in lines_of(path)]
-    documents[4]["round"] = 1
-    rechain(path, documents)
-    with pytest.raises(LedgerCorrupt, match="line 5: charges a second time"):
-        verify_ledger(path)
-
-
-def test_a_broken_chain_is_named(path: Path) -> None:
-    lines = lines_of(path)
-    document = json.loads(lines[3])
-    lines[3] = signed({**document, "previous": "0" * 64})
-    path.write_bytes(b"".join(lines))
-    with pytest.raises(LedgerCorrupt, match="line 4: the hash chain is broken"):
-        verify_ledger(path)
-
-
-def test_a_consistent_ledger_of_somebody_else_needs_the_card(path: Path) -> None:
-    Ledger.create(path.with_name("eve.jsonl"), Identity.generate("silo-1"))
-    assert verify_ledger(path.with_name("eve.jsonl")).name == "silo-1"
-    with pytest.raises(LedgerCorrupt, match="line 1: the ledger is that of another identity"):
-        verify_ledger(path.with_name("eve.jsonl"), SILO.card)
-
-
-# --- crashes
-
-
-def test_a_crash_between_entry_and_head_is_repaired(path: Path) -> None:
-    head_before = head_path(path).read_bytes()
-    charge(Ledger.open(path, SILO), round=4)
-    head_path(path).write_bytes(head_before)
-    summary = verify_ledger(path)
-    assert summary.entries == 6
-    assert len(summary.notes) == 1
-    assert "one entry behind" in summary.notes[0]
-    ledger = Ledger.open(path, SILO)
-    assert verify_ledger(path).notes == ()
-    with pytest.raises(Refused):  # the entry counts: its bytes may have left
-        charge(ledger, round=4)
-
-
-def test_a_crash_before_the_first_head_update(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    ledger = Ledger.create(path, SILO)
-    head_before = head_path(path).read_bytes()
-    charge(ledger)
-    head_path(path).write_bytes(head_before)
-    assert verify_ledger(path).entries == 2
-    assert Ledger.open(path, SILO).entries == ledger.entries
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_crash_inside_the_write_is_repaired(path: Path, share: float) -> None:
-    before, head_before = path.read_bytes(), head_path(path).read_bytes()
-    charge(Ledger.open(path, SILO), round=4)
-    line = lines_of(path)[-1][:-1]
-    path.write_bytes(before + line[: max(1, int(share * len(line)))])
-    head_path(path).write_bytes(head_before)
-    summary = verify_ledger(path)
-    assert summary.entries == 5
-    assert "broke off" in summary.notes[0]
-    ledger = Ledger.open(path, SILO)
-    assert path.read_bytes() == before
-    charge(ledger, round=4)  # nothing had left for it
-    assert verify_ledger(path).entries == 6
-
-
-def test_a_failed_head_leaves_the_charge_standing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger.open(path, SILO)
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(UsageError, match=r"head\.json: cannot be written"):
-        charge(ledger, round=4)
-    monkeypatch.undo()
-    with pytest.raises(Refused):
-        charge(ledger, round=4)
-    assert "one entry behind" in verify_ledger(path).notes[0]
-    charge(ledger, round=5)
-    assert verify_ledger(path).notes == ()
-
-
-def test_a_claim_whose_noise_is_none_is_neither_charged_nor_believed(path: Path) -> None:
-    before = path.read_bytes()
-    with pytest.raises(BudgetExceeded, match="protects nothing"):
-        charge(Ledger.open(path, SILO), round=9, claim=gaussian(1e200))
-    assert path.read_bytes() == before
-    documents = [json.loads(line) for line in lines_of(path)]
-    documents[2]["claim"]["mu"] = 1e200
-    rechain(path, documents)
-    with pytest.raises(LedgerCorrupt, match=r"line 3: .*protects nothing"):
-        verify_ledger(path)
-
-
-def test_private_keys_do_not_show(path: Path) -> None:
-    ledger = Ledger.open(path, SILO)
-    assert repr(ledger) == f"Ledger({path}, 4 releases)"
-    assert isinstance(verify_ledger(path).releases[0], Entry)
-    assert Card.model_validate(json.loads(lines_of(path)[0])["card"]) == SILO.card
+    assert ledger.account("notes").nonprivate == (PLAIN.reason, "another")
+    assert ledger.account("notes").nonprivate_releases == 4

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from securefl._builtin import in_test_part, load_builtin
 from securefl.config import Slm as SlmConfig
 from securefl.data import Rows
-from securefl.errors import DataError, SecureflError
+from securefl.errors import Cancelled, DataError, SecureflError
 from securefl.methods.fedkc import Knowledge, consistency_loss
 from securefl.models import Slm, load_slm
-from securefl.training import Cancelled, embed, fit, head_probabilities, probabilities, schedule
+from securefl.training import embed, fit, head_probabilities, probabilities, schedule
 from tests import tiny
 
 LABELS = ("a", "b")

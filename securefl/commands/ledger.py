@@ -1,40 +1,127 @@
-"""`securefl ledger`: check a silo's record of what left it."""
+"""`securefl ledger`: check a silo's record of what left it, copy it elsewhere, and come back from a copy."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from securefl.commands.keys import PassphraseFile, open_identity
 from securefl.console import OUT, Json, print_json, say, shown
 
-ledger_app = typer.Typer(no_args_is_help=True, help="Check a silo's record of what left it.")
+if TYPE_CHECKING:
+    from securefl.ledger import LedgerSummary
+
+ledger_app = typer.Typer(no_args_is_help=True, help="A silo's record of what left it.")
+
+_Ledger = Annotated[Path, typer.Argument(metavar="PATH", help="NAME.jsonl")]
+_Key = Annotated[Path, typer.Option(help="The silo's private file.")]
+
+
+def _document(summary: LedgerSummary) -> dict[str, Any]:
+    return {
+        "verified": True,
+        "name": summary.name,
+        "fingerprint": summary.fingerprint,
+        "entries": summary.entries,
+        "releases": len(summary.releases),
+        "refusals": len(summary.refusals),
+        "approvals": len(summary.approvals),
+        "accounts": {name: account.model_dump(mode="json") for name, account in summary.accounts.items()},
+        "restored": summary.restored,
+        "head": summary.head_hash,
+        "notes": list(summary.notes),
+    }
+
+
+def _notes(summary: LedgerSummary) -> None:
+    for note in summary.notes:
+        OUT.print(f"note: {shown(note)}")
+    if summary.restored:
+        say("note: restored from a copy, so no private release is made until `securefl ledger confirm`")
 
 
 @ledger_app.command("verify", epilog="Example: securefl ledger verify run/ledger/silo-1.jsonl")
-def ledger_verify(path: Annotated[Path, typer.Argument(help="NAME.jsonl")], as_json: Json = False) -> None:
-    """Check the hash chain, every signature and the account; exit 4 names the first bad entry."""
+def ledger_verify(path: _Ledger, as_json: Json = False) -> None:
+    """Check the hash chain, every signature and the accounts; exit 4 names the first bad entry."""
     from securefl.ledger import verify_ledger
 
     summary = verify_ledger(path)
     if as_json:
-        print_json(
-            {
-                "verified": True,
-                "name": summary.name,
-                "fingerprint": summary.fingerprint,
-                "entries": summary.entries,
-                "head": summary.head_hash,
-                "notes": list(summary.notes),
-            }
-        )
+        print_json(_document(summary))
         return
-    say(
-        f"{shown(path)}: {summary.entries} entries of {summary.name} verify",
-    )
-    for note in summary.notes:
-        OUT.print(f"note: {shown(note)}")
+    say(f"{shown(path)}: {summary.entries} entries of {summary.name} verify")
+    _notes(summary)
+
+
+@ledger_app.command("export", epilog="Example: securefl ledger export hospital-a.jsonl --out backup/may.copy")
+def ledger_export(
+    path: _Ledger,
+    out: Annotated[Path, typer.Option(help="File to make.")],
+    as_json: Json = False,
+) -> None:
+    """Verify a ledger and copy it, with its head record, into one file to keep elsewhere."""
+    from securefl.ledger_copies import export_ledger
+
+    summary = export_ledger(path, out)
+    if as_json:
+        print_json({**_document(summary), "out": str(out)})
+        return
+    say(f"{shown(out)}: a copy of {summary.entries} entries of {summary.name}")
+    _notes(summary)
+
+
+@ledger_app.command(
+    "restore",
+    epilog="Example: securefl ledger restore backup/may.copy --out hospital-a.jsonl --key hospital-a.key",
+)
+def ledger_restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A copy that `export` made.")],
+    out: Annotated[Path, typer.Option(help="NAME.jsonl to make; it must not exist.")],
+    key: _Key,
+    passphrase_file: PassphraseFile = None,
+    as_json: Json = False,
+) -> None:
+    """Make a ledger of a copy; what left after the copy is unknown, so its whole budget counts as spent."""
+    from securefl.ledger_copies import restore_ledger
+
+    identity, _ = open_identity(key, passphrase_file)
+    summary = restore_ledger(file, out, identity)
+    if as_json:
+        print_json({**_document(summary), "out": str(out)})
+        return
+    say(f"{shown(out)}: {summary.entries} entries of {summary.name}")
+    _notes(summary)
+
+
+@ledger_app.command(
+    "confirm",
+    epilog="Example: securefl ledger confirm hospital-a.jsonl --key hospital-a.key --head kept.head.json",
+)
+def ledger_confirm(
+    path: _Ledger,
+    key: _Key,
+    head: Annotated[Path | None, typer.Option(help="The newest head record that was kept elsewhere.")] = None,
+    receipt: Annotated[
+        Path | None, typer.Option(help="The server's receipt for the last release in the copy.")
+    ] = None,
+    server: Annotated[Path | None, typer.Option(help="The card of the server that signed --receipt.")] = None,
+    passphrase_file: PassphraseFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show how much had left before a ledger was restored, so that its budget can be used again."""
+    from securefl.crypto.identity import Card
+    from securefl.ledger_copies import confirm_ledger
+
+    identity, _ = open_identity(key, passphrase_file)
+    card = None if server is None else Card.load(server)
+    summary = confirm_ledger(path, identity, head, receipt, card)
+    if as_json:
+        print_json(_document(summary))
+        return
+    say(f"{shown(path)}: confirmed; {summary.entries} entries of {summary.name}")
+    _notes(summary)
 
 
 def register(app: typer.Typer) -> None:

@@ -17,12 +17,14 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from securefl.crypto.identity import (
     ED25519_SIGNATURE,
@@ -40,12 +42,15 @@ from securefl.errors import (
     TooLarge,
     UnknownSender,
     UnsupportedEnvelope,
+    UsageError,
     WrongRecipient,
 )
-from securefl.messages import Header, Party
+from securefl.files import read_limited, write_atomic
+from securefl.messages import FINGERPRINT, RUN, Header, Party
 from securefl.release import canonical_json
 
 MAGIC = b"SECUREFL"
+VERSION = 1  # of the wire format: the newest that this code reads and the one that it writes
 SIGN_CONTEXT = b"securefl/1 envelope"
 KEY_INFO = b"securefl/1 key"
 CONTENT_INFO = b"securefl/1 content"
@@ -78,6 +83,14 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+
+_MAX_SEEN = 2**24  # bytes: some hundred thousand senders and runs
+_SEEN = TypeAdapter(
+    dict[
+        Annotated[str, Field(pattern=RUN)],
+        dict[Annotated[str, Field(pattern=FINGERPRINT)], Annotated[int, Field(ge=1, strict=True)]],
+    ]
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -272,16 +285,23 @@ def _parse(
     return header, encoded, commitment, tuple(keys), ciphertext, signatures
 
 
-def verify(envelope: bytes, roster: Mapping[str, Card], limits: Limits = DEFAULT_LIMITS) -> Verified:
+def verify(
+    envelope: bytes, roster: Mapping[str, Card], limits: Limits = DEFAULT_LIMITS, floor: int = VERSION
+) -> Verified:
     """Check everything that needs no private key: form, sender, both signatures. Decrypts nothing.
 
     roster: the cards of those who may send, by name; the sender must match by name and by key. Recipients
     need not be in it: a receiver does not have to know whom else a peer writes to. The result refers to
     `envelope`'s memory.
 
-    Raises TooLarge, MalformedEnvelope, UnsupportedEnvelope, UnknownSender or BadSignature.
+    floor: the oldest version that is read. Raises TooLarge, MalformedEnvelope, UnsupportedEnvelope,
+    UnknownSender or BadSignature.
     """
     header, encoded, commitment, keys, ciphertext, signatures = _parse(envelope, limits)
+    if header.version < floor:
+        raise UnsupportedEnvelope(
+            f"an envelope has version {header.version}, older than the {floor} required"
+        )
     card = roster.get(header.sender.name)
     if card is None or card.name != header.sender.name:
         raise UnknownSender(f"{header.sender.name} is not in the roster")
@@ -312,19 +332,29 @@ def open_(verified: Verified, me: Identity) -> bytes:
 
 
 class ReplayGuard:
-    """Sequence numbers seen, per run and sender key; each must be above the last. In memory only.
+    """Sequence numbers seen, per run and sender key; each must be above the last.
 
     `check` first, `accept` once the message is taken: one that is refused does not use up its number.
     Safe to share between threads.
     """
 
-    def __init__(self) -> None:
-        self._last: dict[tuple[str, str], int] = {}
+    def __init__(self, path: Path | None = None) -> None:
+        """In memory only, or kept in a file that survives a restart: what it accepted is synced there first.
+
+        Raises UsageError for a file that is not one of these: forgetting silently would let replays in.
+        """
+        self._path = path
+        self._last: dict[str, dict[str, int]] = {}
         self._lock = threading.Lock()
+        if path is not None and path.exists():
+            try:
+                self._last = _SEEN.validate_json(read_limited(path, _MAX_SEEN))
+            except ValidationError:
+                raise UsageError(f"{path}: is not a record of sequence numbers, or was damaged") from None
 
     def check(self, header: Header) -> None:
         """Raises Replayed where this sequence number, or a later one, was accepted before."""
-        last = self._last.get((header.run, header.sender.key), 0)
+        last = self._last.get(header.run, {}).get(header.sender.key, 0)
         if header.sequence <= last:
             raise Replayed(f"{header.sender.name} sent sequence {header.sequence} after {last} was accepted")
 
@@ -332,4 +362,8 @@ class ReplayGuard:
         """Check, and remember the number."""
         with self._lock:
             self.check(header)
-            self._last[header.run, header.sender.key] = header.sequence
+            seen = {**self._last.get(header.run, {}), header.sender.key: header.sequence}
+            updated = {**self._last, header.run: seen}
+            if self._path is not None:
+                write_atomic(self._path, canonical_json(updated), 0o600)
+            self._last = updated

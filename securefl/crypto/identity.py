@@ -3,7 +3,8 @@
 Every identity signs with Ed25519 and with ML-DSA-65 (FIPS 204), and a signature holds only if both do; it
 receives under the hybrid KEM X25519 with ML-KEM-768 (FIPS 203) of HPKE (RFC 9180). So either half may fall,
 the post-quantum or the classical one, and the other still protects. Private keys leave this room only
-through `Identity.save`; nothing here prints them, and an `Identity` cannot be pickled.
+through `Identity.save`, under a passphrase where one is given; nothing here prints them, and an `Identity`
+cannot be pickled.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import base64
 import binascii
 import hashlib
 import os
-import stat
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -26,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from securefl.crypto import keyfiles
 from securefl.errors import BadSignature, DecryptionFailed, SecureflError, UsageError
 from securefl.files import read_limited, write_atomic, write_new
 from securefl.messages import NAME
@@ -33,10 +35,12 @@ from securefl.release import canonical_json, parse_json
 
 ED25519_SIGNATURE, MLDSA65_SIGNATURE = 64, 3309
 SEALED_KEY = 1120 + 32 + 16  # bytes: encapsulation (ML-KEM-768 and X25519), a 32-byte key, AES-GCM tag
+# The order is that of an encrypted file.
 _SEEDS = {"ed25519": 32, "mldsa65": 32, "mlkem768": 64, "x25519": 32}
 _PUBLIC = {"ed25519": 32, "mldsa65": 1952, "mlkem768": 1184, "x25519": 32}
 _CARD_CONTEXT = b"securefl/1 card"
 _FORMAT = "securefl.identity/1"
+_CLOSED_FORMAT = "securefl.identity-encrypted/1"
 _MAX_FILE = 64 * 2**10  # a card is 9 KiB and an identity half a KiB
 _SUITE = hpke.Suite(hpke.KEM.MLKEM768_X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
 
@@ -144,7 +148,7 @@ class Card(BaseModel):
     @property
     def short_fingerprint(self) -> str:
         """The first 128 bits in groups of four characters, to read aloud."""
-        return " ".join(self.fingerprint[i : i + 4] for i in range(0, 32, 4))
+        return short_fingerprint(self.fingerprint)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Card) and self.fingerprint == other.fingerprint
@@ -205,6 +209,11 @@ class Card(BaseModel):
     def load(cls, path: Path) -> Card:
         """Read a card file. Raises UsageError or BadSignature with one sentence."""
         return cls.from_json(read_limited(path, _MAX_FILE), str(path))
+
+
+def short_fingerprint(fingerprint: str) -> str:
+    """`Card.short_fingerprint` of a whole one."""
+    return " ".join(fingerprint[i : i + 4] for i in range(0, 32, 4))
 
 
 def _fingerprint(name: str, keys: list[bytes]) -> str:
@@ -279,57 +288,100 @@ class Identity:
         except (InvalidTag, ValueError):
             raise DecryptionFailed(f"a key sealed to {self.name} does not open") from None
 
-    def save(self, path: Path) -> None:
-        """Write the private file: mode 0600, whole or not at all, never over another file. UsageError."""
+    def save(self, path: Path, passphrase: bytes | None = None) -> None:
+        """Write the private file: mode 0600, whole or not at all, never over another file.
+
+        passphrase: closes it (scrypt and AES-256-GCM, see WIRE.md). Raises UsageError.
+        """
         seeds = {
             "ed25519": self._ed25519.private_bytes_raw(),
             "mldsa65": self._mldsa65.private_bytes_raw(),
             "mlkem768": self._mlkem768.private_bytes_raw(),
             "x25519": self._x25519.private_bytes_raw(),
         }
-        document: dict[str, Any] = {
-            "format": _FORMAT,
-            "name": self.name,
-            "fingerprint": self.card.fingerprint,
-            "seeds": {half: to_base64(seed) for half, seed in seeds.items()},
-        }
+        document: dict[str, Any] = {"name": self.name, "fingerprint": self.card.fingerprint}
+        if passphrase is None:
+            document["format"] = _FORMAT
+            document["seeds"] = {half: to_base64(seed) for half, seed in seeds.items()}
+        else:
+            salt, nonce = os.urandom(keyfiles.SALT), os.urandom(keyfiles.NONCE)
+            document["format"] = _CLOSED_FORMAT
+            document |= {"salt": to_base64(salt), "nonce": to_base64(nonce)}
+            plain = b"".join(seeds[half] for half in _SEEDS)
+            closed = keyfiles.close_with(passphrase, salt, nonce, plain, canonical_json(document))
+            document["ciphertext"] = to_base64(closed)
         write_new(path, canonical_json(document) + b"\n", 0o600)
 
+    @staticmethod
+    def is_encrypted(path: Path) -> bool:
+        """Whether opening the private file takes a passphrase. Raises UsageError as `load` does."""
+        return bool(_private_document(path)["format"] == _CLOSED_FORMAT)
+
     @classmethod
-    def load(cls, path: Path) -> Identity:
-        """Read what `save` wrote. Raises UsageError where others can read the file or it is malformed."""
-        data = _read_private(path)
-        try:
-            document = parse_json(data)
-            if set(document) != {"format", "name", "fingerprint", "seeds"} or document["format"] != _FORMAT:
-                raise ValueError
-            if set(document["seeds"]) != set(_SEEDS):
-                raise ValueError
-            seeds = {half: from_base64(document["seeds"][half], size) for half, size in _SEEDS.items()}
-            identity = cls(document["name"], seeds)
-            if identity.card.fingerprint != document["fingerprint"]:
-                raise ValueError
-        except (ValueError, TypeError, KeyError, AttributeError):
-            # No cause: a parser's message may quote a key.
+    def load(cls, path: Path, passphrase: bytes | None = None) -> Identity:
+        """Read what `save` wrote.
+
+        Raises UsageError where others can reach the file, where it is malformed, where the passphrase is
+        wrong or missing, and where one is given for a file that has none: who gives it believes it is there.
+        """
+        document = _private_document(path)
+        encrypted = document["format"] == _CLOSED_FORMAT
+        if encrypted and passphrase is None:
             raise UsageError(
-                f"{path}: is not a securefl identity, or was damaged; restore it or make a new one"
-            ) from None
-        return identity
+                f"{path}: is encrypted; give --passphrase-file, or enter the passphrase when asked"
+            )
+        if not encrypted and passphrase is not None:
+            raise UsageError(
+                f"{path}: is not encrypted, though a passphrase was given; leave it out, or make a new key "
+                "with a passphrase"
+            )
+        try:
+            seeds = _opened(document, passphrase) if passphrase is not None else _plain(document)
+            if seeds is not None:
+                identity = cls(document["name"], seeds)
+                if identity.card.fingerprint != document["fingerprint"]:
+                    raise ValueError
+                return identity
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise _damaged(path) from None  # no cause: a parser's message may quote a key
+        raise UsageError(f"{path}: does not open; the passphrase is wrong, or the file was altered")
 
 
-def _read_private(path: Path) -> bytes:
-    """The bytes of a file that only its owner can reach; checked on the open file, not on its name."""
+def _damaged(path: Path) -> UsageError:
+    return UsageError(f"{path}: is not a securefl identity, or was damaged; restore it or make a new one")
+
+
+def _private_document(path: Path) -> dict[str, Any]:
+    """A private file as far as its kind: a JSON object of one of the two formats."""
+    data = keyfiles.read_guarded(path, _MAX_FILE, "a private key", private=True)
     try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise UsageError(f"{path}: is not an ordinary file")
-            if status.st_mode & 0o077:
-                mode = stat.S_IMODE(status.st_mode)
-                raise UsageError(f"{path}: others can reach this private key (mode {mode:04o}); chmod 600 it")
-            data = file.read(_MAX_FILE + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
-    if len(data) > _MAX_FILE:
-        raise UsageError(f"{path}: is too large for an identity")
-    return data
+        document = parse_json(data)
+    except ValueError:
+        raise _damaged(path) from None
+    if not isinstance(document, dict) or document.get("format") not in (_FORMAT, _CLOSED_FORMAT):
+        raise _damaged(path)
+    return document
+
+
+def _plain(document: dict[str, Any]) -> dict[str, bytes]:
+    if set(document) != {"format", "name", "fingerprint", "seeds"} or set(document["seeds"]) != set(_SEEDS):
+        raise ValueError
+    return {half: from_base64(document["seeds"][half], size) for half, size in _SEEDS.items()}
+
+
+def _opened(document: dict[str, Any], passphrase: bytes) -> dict[str, bytes] | None:
+    """The seeds of an encrypted file; None where it does not open. Raises ValueError for a malformed one."""
+    sizes = {
+        "salt": keyfiles.SALT,
+        "nonce": keyfiles.NONCE,
+        "ciphertext": sum(_SEEDS.values()) + keyfiles.TAG,
+    }
+    if set(document) != {"format", "name", "fingerprint", *sizes}:
+        raise ValueError
+    raw = {name: from_base64(document[name], size) for name, size in sizes.items()}
+    clear = canonical_json({name: value for name, value in document.items() if name != "ciphertext"})
+    plain = keyfiles.open_with(passphrase, raw["salt"], raw["nonce"], raw["ciphertext"], clear)
+    if plain is None:
+        return None
+    ends = list(accumulate(_SEEDS.values()))
+    return {half: plain[end - size : end] for (half, size), end in zip(_SEEDS.items(), ends, strict=True)}

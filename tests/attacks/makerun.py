@@ -154,12 +154,16 @@ def make_run(out: Path, slm: Slm, corpus: Corpus, recipe: Recipe) -> Path:
                 run=RUN,
                 round=2,
                 step=Step.SHARE.value,
+                plan="0" * 64,
+                plan_sequence=1,
                 kind=release.kind,
                 recipients=peers,
                 protection="peer",
                 envelope=body,
                 body=body,
+                dataset=name,
                 claim=release.claim,
+                permit=lambda account: None,
             )
         clients.append(_client(name, slm, rows, ledger))
     result = Result(

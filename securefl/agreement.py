@@ -1,0 +1,72 @@
+"""What the parties of a run agreed on beforehand, and whether a plan asks for just that.
+
+The agreement is the configuration that every party holds. The server schedules and no more: whatever a plan
+says must be what the silo's own copy says. Pure functions; no keys, no files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from securefl.config import Config
+from securefl.errors import PolicyRefusal
+from securefl.messages import FedKcTerms, Party, RoundPlan, Step
+from securefl.release import PayloadKind, canonical_json
+
+
+def answer_kind(step: Step, config: Config) -> PayloadKind:
+    """The one kind of payload that answers a step."""
+    if step is Step.TRAIN:
+        return PayloadKind.MODEL
+    if step is Step.SHARE:
+        layered = config.fedkc.compose == "embeddings"
+        return PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
+    return PayloadKind.METRICS
+
+
+def fedkc_terms(config: Config) -> FedKcTerms | None:
+    """The knowledge-composition part of every plan of the run; None for other methods."""
+    if config.federation.method != "fedkc":
+        return None
+    return FedKcTerms.model_validate(config.fedkc.model_dump(include=set(FedKcTerms.model_fields)))
+
+
+def check_agreed(plan: RoundPlan, config: Config, cohort: Sequence[Party]) -> None:
+    """Require that a plan asks what the silo's own configuration and roster say.
+
+    A server that claims fewer rounds would get more of the budget a round, and one that names a smaller
+    cohort would choose who reads the centroids. Raises PolicyRefusal, naming what differs.
+    """
+    terms = plan.fedkc
+    own = fedkc_terms(config)
+    asked = {
+        "method": (plan.method, config.federation.method),
+        "rounds": (plan.rounds, config.federation.rounds),
+        "round": (plan.round <= config.federation.rounds, True),
+        "epochs": (plan.epochs, config.round_epochs(plan.round)),
+        "answer": (plan.answer, answer_kind(plan.step, config)),
+        "cohort": (_sorted(plan.cohort), _sorted(cohort)),
+        "fedkc": (terms and terms.model_dump(), own and own.model_dump()),
+    }
+    for what, (found, agreed) in asked.items():
+        if found != agreed:
+            raise PolicyRefusal(
+                f"the plan of round {plan.round} asks for another {what} than was agreed", f"agreed.{what}"
+            )
+
+
+def _sorted(parties: Sequence[Party]) -> list[tuple[str, str]]:
+    return sorted((party.name, party.key) for party in parties)
+
+
+def plan_hash(body: bytes, config: Config, base_sha256: str) -> str:
+    """What an owner approves: SHA-256 (hex) over all that decides what a plan does in this silo.
+
+    body: the opened plan as it came, with the weights and the peers' envelopes in it. config: the silo's own,
+    with every training parameter and prompt; where its files lie is no part of it. base_sha256: of the
+    checkpoint. One changed parameter is another hash.
+    """
+    own = canonical_json(config.model_dump(mode="json", exclude={"client"}))
+    parts = [b"securefl/1 plan", hashlib.sha256(body).digest(), own, bytes.fromhex(base_sha256)]
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()

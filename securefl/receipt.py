@@ -1,0 +1,71 @@
+"""A server's receipt: its signed word that it has admitted one envelope of one silo.
+
+It says nothing of the envelope's content. This room makes and reads receipts and touches no file.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from securefl.crypto.documents import parse_document, sign_document
+from securefl.crypto.identity import Card, Identity
+from securefl.errors import BadSignature, UsageError
+from securefl.messages import FINGERPRINT, RUN
+from securefl.release import canonical_json
+
+MAX_RECEIPT = 16 * 2**10  # bytes; a receipt is 5 KiB
+_CONTEXT = b"securefl/1 receipt"
+
+
+class Receipt(BaseModel):
+    """What a receipt says, without its signature.
+
+    silo: fingerprint of the card that signed the envelope. sequence: of the envelope's header.
+    envelope_sha256: of the whole envelope. time: when the server admitted it, Unix seconds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    format: Literal["securefl.receipt/1"] = "securefl.receipt/1"
+    run: str = Field(pattern=RUN)
+    silo: str = Field(pattern=FINGERPRINT)
+    sequence: int = Field(ge=1, le=2**53)
+    envelope_sha256: str = Field(pattern=FINGERPRINT)
+    time: int = Field(ge=0, le=2**53)
+
+
+def make_receipt(
+    identity: Identity, *, run: str, silo: str, sequence: int, envelope_sha256: str, time: int
+) -> bytes:
+    """The bytes of a receipt, signed by the server's `identity`; the arguments are `Receipt`'s fields.
+
+    Raises ValidationError (a ValueError) for values that a receipt cannot hold.
+    """
+    receipt = Receipt(run=run, silo=silo, sequence=sequence, envelope_sha256=envelope_sha256, time=time)
+    return sign_document(receipt.model_dump(mode="json"), identity, _CONTEXT)
+
+
+def read_receipt(data: bytes, card: Card) -> Receipt:
+    """The receipt whose one byte string is `data`, signed by the holder of `card`, the server.
+
+    Raises UsageError for what is no receipt, BadSignature for one that another made or that was altered.
+    """
+    if len(data) > MAX_RECEIPT:
+        raise UsageError("the receipt is too large for one")
+    try:
+        document = parse_document(data)
+        receipt = Receipt.model_validate_json(document.encoded)
+        if canonical_json(receipt.model_dump(mode="json")) != document.encoded:
+            raise ValueError("is not in its canonical encoding")
+    except ValidationError as error:
+        field = ".".join(str(part) for part in error.errors(include_input=False)[0]["loc"]) or "document"
+        raise UsageError(f"the receipt is not one of securefl (field {field[:60]})") from None
+    except ValueError as error:
+        raise UsageError(f"the receipt {error}") from None
+    try:
+        document.verify(card, _CONTEXT)
+    except BadSignature as error:
+        raise BadSignature(f"the receipt does not hold: {error}") from None
+    return receipt

@@ -1,0 +1,102 @@
+"""A silo's client from its files: configuration, keys, pinned cards, policy, rows, ledger, state folder.
+
+For `securefl client` and for programs that embed one. Nothing here decides anything: what may leave is the
+policy's matter, what left is the ledger's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from securefl.client import Client
+from securefl.config import ClientTerms, Config
+from securefl.crypto.identity import Identity
+from securefl.crypto.trust import TrustStore
+from securefl.data import load_silo
+from securefl.errors import ConfigError, UsageError
+from securefl.ledger import Ledger
+from securefl.local import SiloData, starting_slm
+from securefl.models import base_fingerprint
+from securefl.policy import Policy
+from securefl.privacy import noise_source
+from securefl.state import StateFolder
+
+log = logging.getLogger(__name__)
+
+
+def client_terms(config: Config) -> ClientTerms:
+    """The `[client]` section. Raises ConfigError where there is none."""
+    if config.client is None:
+        raise ConfigError("client: the section is missing; it says where this silo's keys and policy are")
+    return config.client
+
+
+def open_client(
+    config: Config,
+    identity: Identity,
+    *,
+    cancelled: Callable[[], bool] | None = None,
+    clock: Callable[[], float] = time.time,
+    preview: bool = False,
+) -> Client:
+    """The client that `[client]` describes; its ledger and state folder are made where there are none.
+
+    identity: the silo's keys, loaded by the caller, who alone knows where its passphrase comes from.
+    cancelled: asked between training steps. preview: for `Client.preview` only, beside the running client.
+    Noise comes from the operating system. Close it to let another process have the state folder.
+    Raises UsageError and its kin naming the file or field, LedgerCorrupt for a ledger that does not hold.
+    """
+    terms = client_terms(config)
+    store = TrustStore.open(Path(terms.trust))
+    roster = {name: store.card(name) for name in terms.peers}
+    if identity.name in (*roster, terms.server) or terms.server in roster:
+        raise ConfigError("client.peers: names this silo or the server; list the other silos")
+    policy = Policy.load(Path(terms.policy))
+    labels, train, validation = load_silo(config)
+    name = _own_model(config)
+    slm, base = starting_slm(name, labels, config), base_fingerprint(name)
+    ledger = _ledger(Path(terms.ledger), Path(terms.state), identity, clock, preview)
+    state = StateFolder(Path(terms.state), look=preview)
+    try:
+        return Client(
+            identity=identity,
+            server=store.card(terms.server),
+            roster=roster,
+            policy=policy,
+            ledger=ledger,
+            config=config,
+            run=terms.run,
+            data=SiloData(train, validation),
+            dataset=terms.dataset,
+            slm=slm,
+            base_sha256=base,
+            noise=noise_source(None),
+            clock=clock,
+            state=state,
+            cancelled=cancelled,
+        )
+    except BaseException:
+        state.close()
+        raise
+
+
+def _own_model(config: Config) -> str:
+    if len(config.slm.models) != 1:
+        raise ConfigError("slm.models: names several models; a client trains one, its own")
+    return config.slm.models[0]
+
+
+def _ledger(path: Path, state: Path, identity: Identity, clock: Callable[[], float], preview: bool) -> Ledger:
+    if path.exists():
+        return Ledger.open(path, identity, clock)
+    if state.exists() and any(state.iterdir()):
+        raise UsageError(
+            f"{path}: is missing, though {state} was in use; restore it from a copy (securefl ledger restore)"
+        )
+    if preview:
+        raise UsageError(f"{path}: is missing; the client makes it when it first runs")
+    log.info("%s: new ledger", path)
+    return Ledger.create(path, identity, clock)
