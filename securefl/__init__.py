@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from securefl.policy import Policy as Policy
     from securefl.result import Result as Result
     from securefl.server import Server as Server
+    from securefl.silo import client_terms as client_terms
+    from securefl.silo import open_client as open_client
     from securefl.simulation import Simulation as Simulation
 
 __version__ = "0.1.0"
@@ -39,8 +41,10 @@ _HOMES = {
     "SecureflError": "errors",
     "Server": "server",
     "Simulation": "simulation",
+    "client_terms": "silo",
     "load_config": "config",
     "load_corpus": "data",
+    "open_client": "silo",
     "parse_config": "config",
 }
 __all__ = sorted(_HOMES)

@@ -7,6 +7,7 @@ prints a row's text or a tensor's values. `verify_run` is what the auditor trust
 from __future__ import annotations
 
 import hashlib
+import tomllib
 import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from securefl._ledger_lines import parse_head
 from securefl.account import Account
-from securefl.config import Config, load_config
+from securefl.config import load_config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card
+from securefl.crypto.statements import REVOCATION, ROTATION, Rotation, parse_statement
+from securefl.crypto.trust import TrustStore
 from securefl.errors import PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
 from securefl.ledger import LedgerSummary, ReleaseEntry, verify_ledger
@@ -35,7 +39,7 @@ Document = dict[str, Any]
 
 
 def inspect_path(path: Path) -> Document:
-    """Describe an envelope, a release, a ledger, a card, a policy, a run or a configuration.
+    """Describe an envelope, release, ledger, card, statement, trust store, policy, run or configuration.
 
     Its strings can be printed: control characters and lone surrogates are U+FFFD.
     Raises UsageError for what is none of these, ProtocolError for one of them that does not verify.
@@ -64,7 +68,7 @@ def _clean(value: Any, depth: int = 0) -> Any:
 
 def _document(path: Path) -> Document:
     if path.is_dir():
-        return _run(path)
+        return _store(path) if (path / "retired").is_dir() else _run(path)
     if not path.is_file():
         raise UsageError(f"{path}: does not exist")
     match path.suffix:
@@ -80,18 +84,19 @@ def _document(path: Path) -> Document:
         start = file.read(len(envelope.MAGIC))
     if start == envelope.MAGIC:
         return _envelope(path)
+    if path.suffix == ".key":
+        raise UsageError(f"{path}: looks like private keys, of which nothing is shown; inspect the card")
     raise UsageError(f"{path}: is not an envelope, release, ledger, card, run or configuration of securefl")
 
 
 def _toml(path: Path) -> Document:
     try:
+        is_policy = "federation" not in tomllib.loads(read_limited(path, MAX_DOCUMENT).decode())
+    except (ValueError, RecursionError):
+        is_policy = False  # `load_config` says what is wrong with it
+    if is_policy:
         return {"what": "policy", **Policy.load(path).model_dump(mode="json", exclude_none=True)}
-    except UsageError:
-        return {"what": "configuration", **_described(load_config(path))}
-
-
-def _described(config: Config) -> Document:
-    return config.model_dump(mode="json", exclude_none=True)
+    return {"what": "configuration", **load_config(path).model_dump(mode="json", exclude_none=True)}
 
 
 def _ledger(path: Path) -> Document:
@@ -149,12 +154,46 @@ def _json(path: Path) -> Document:
         raise UsageError(f"{path}: is not valid JSON") from error
     if isinstance(document, dict) and str(document.get("schema", "")).startswith("securefl.result/"):
         return _run(path.parent)
-    card = Card.from_json(data, str(path))
+    kind = document.get("format") if isinstance(document, dict) else None
+    if kind in (ROTATION, REVOCATION):
+        return _statement(data, path)
+    if isinstance(document, dict) and "history" in document:
+        head, _ = parse_head(str(path), data)
+        return {
+            "what": "head record of a ledger",
+            "verified": False,
+            "note": "whose it is shows beside its ledger only",
+            **head.model_dump(mode="json"),
+        }
+    return {"what": "card", **_card(Card.from_json(data, str(path)))}
+
+
+def _card(card: Card) -> Document:
+    return {"name": card.name, "fingerprint": card.fingerprint, "read_aloud": card.short_fingerprint}
+
+
+def _statement(data: bytes, path: Path) -> Document:
+    statement = parse_statement(data, str(path))
+    if isinstance(statement, Rotation):
+        note = "only the old card shows whether its holder said this: securefl trust apply"
+        return {
+            "what": "rotation",
+            "verified": False,
+            "note": note,
+            "old": statement.old,
+            "new": _card(statement.card),
+        }
+    return {"what": "revocation", "verified": True, **_card(statement.card)}
+
+
+def _store(path: Path) -> Document:
+    store = TrustStore.open(path)
     return {
-        "what": "card",
-        "name": card.name,
-        "fingerprint": card.fingerprint,
-        "read_aloud": card.short_fingerprint,
+        "what": "trust store",
+        "cards": [_card(card) for card in store.cards().values()],
+        "retired": [
+            {"name": one.name, "fingerprint": one.fingerprint, "why": one.why} for one in store.retired()
+        ],
     }
 
 

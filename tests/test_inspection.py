@@ -15,9 +15,14 @@ import pytest
 from attacks.runs import Run
 from securefl.cli import app
 from securefl.console import run_app
-from securefl.errors import ProtocolError, UsageError
+from securefl.crypto.identity import Identity
+from securefl.crypto.statements import Revocation, Rotation
+from securefl.crypto.trust import TrustStore
+from securefl.errors import ConfigError, ProtocolError, UsageError
 from securefl.inspection import inspect_path, verify_run
+from securefl.ledger import Ledger
 from securefl.models import load_slm
+from securefl.policy import Policy
 from securefl.release import NonPrivate, PayloadKind, Release, encode_release
 from securefl.result import Result, ServerRow, parse_result
 from tests import tiny
@@ -236,12 +241,12 @@ def test_a_perplexity_beyond_floats_is_no_figure_and_loses_no_run() -> None:
     assert Result.model_validate_json(text).server == row
 
 
-HOSTILE = "\ud800 \x1b[31m red \u202e back \n\x00"
+HOSTILE = "\x9b \x1b[31m red \u202e back \n\x00"
 
 
 def test_documents_can_be_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deep: Any = HOSTILE
-    for _ in range(200):
+    for _ in range(29):  # as deep as a body may nest its values
         deep = [deep]
     info = {"base": HOSTILE, HOSTILE: [{"in": HOSTILE}], "deep": deep}
     release = Release(PayloadKind.MODEL, {"w": np.zeros(2, np.float32)}, info, NonPrivate(reason="\x1b[31m"))
@@ -254,6 +259,32 @@ def test_documents_can_be_printed(tmp_path: Path, capsys: pytest.CaptureFixture[
     for options in ([], ["--json"]):
         assert run_app(app, "securefl", ["inspect", str(file), *options]) == 0
         assert json.loads(capsys.readouterr().out)["claim"]["mechanism"] == "none"
+
+
+def test_what_else_lies_in_a_silo_is_described(tmp_path: Path) -> None:
+    old, new = Identity.generate("hospital-a"), Identity.generate("hospital-a")
+    rotation = tmp_path / "hospital-a.rotation.json"
+    rotation.write_bytes(Rotation.make(old, new.card).data)
+    found = inspect_path(rotation)
+    assert (found["what"], found["verified"], found["old"]) == ("rotation", False, old.card.fingerprint)
+    assert found["new"]["fingerprint"] == new.card.fingerprint
+    revocation = tmp_path / "revocation.json"
+    revocation.write_bytes(Revocation.make(old).data)
+    assert inspect_path(revocation)["fingerprint"] == old.card.fingerprint
+    store = TrustStore.open(tmp_path / "trust", create=True)
+    store.add(new.card, new.card.fingerprint)
+    assert [card["name"] for card in inspect_path(tmp_path / "trust")["cards"]] == ["hospital-a"]
+    Ledger.create(tmp_path / "ledger.jsonl", old)
+    assert inspect_path(tmp_path / "ledger.head.json")["index"] == 0
+    old.save(tmp_path / "hospital-a.key")
+    with pytest.raises(UsageError, match="private keys, of which nothing is shown"):
+        inspect_path(tmp_path / "hospital-a.key")
+    policy = tmp_path / "policy.toml"
+    Policy(name="hospital-a").save(policy)
+    assert inspect_path(policy)["what"] == "policy"
+    policy.chmod(0o666)
+    with pytest.raises(ConfigError, match="others can change a policy"):
+        inspect_path(policy)
 
 
 def test_the_truth_is_its_owners_alone(whole: Path) -> None:
