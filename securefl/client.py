@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from securefl.account import Account
 from securefl.agreement import check_agreed, plan_hash
@@ -34,7 +34,8 @@ from securefl.errors import (
     WrongRound,
     WrongRun,
 )
-from securefl.ledger import Ledger
+from securefl.exchange import Asked, Preview, Standing, Witness
+from securefl.ledger import Ledger, ReleaseEntry
 from securefl.local import LocalTraining, SiloData, train_locally
 from securefl.messages import Dropped, Header, Party, RoundPlan, Step, parse_plan
 from securefl.models import Slm
@@ -44,7 +45,6 @@ from securefl.relayed import Reader
 from securefl.release import (
     PayloadKind,
     Release,
-    Tensors,
     check_tensors,
     decode,
     encode,
@@ -60,42 +60,6 @@ _KEPT = 256  # refusals and ignored peers kept in memory; all refusals are in th
 _UNAVAILABLE = encode(PayloadKind.UNAVAILABLE, {}, {})
 
 
-class Witness(Protocol):
-    """What a simulation watches; an embedded client has none. `evidence` is the truth behind a release."""
-
-    def __call__(
-        self, client: str, plan: RoundPlan, kind: PayloadKind, body: bytes, evidence: Mapping[str, Any]
-    ) -> None: ...
-
-
-@dataclass(frozen=True, repr=False)
-class Asked:
-    """A plan that was verified and opened. hash: what an owner approves and the ledger records."""
-
-    plan: RoundPlan
-    tensors: Tensors
-    sequence: int
-    hash: str
-    message: bytes
-
-
-@dataclass(frozen=True, repr=False)
-class Preview:
-    """What would answer a plan, before anything of it happened.
-
-    release, body: None where the policy refuses the plan before anything is computed. refusals: what the
-    policy says against it. account: of the data set after it, where it could be charged.
-    """
-
-    plan: RoundPlan
-    hash: str
-    recipients: tuple[Party, ...]
-    release: Release | None
-    body: bytes | None
-    account: Account | None
-    refusals: tuple[Refused, ...]
-
-
 @dataclass
 class Client:
     """One silo. `handle` is the whole interface; everything else is construction and what it saw.
@@ -105,8 +69,11 @@ class Client:
     loses them (a simulation). slm: its model, trained in place. base_sha256: hash of the checkpoint's files.
     dataset: what the rows are called in policy and ledger. noise: the source for private releases (a seeded
     one is refused unless the policy says `simulation = true`). cancelled: asked between training steps; True
-    ends `handle` with Cancelled, and nothing has happened. refusals: the last PolicyRefusals, of which the
-    server is told nothing. ignored: peers whose centroids were not used lately, and why.
+    ends `handle` with Cancelled, and nothing has happened. standing: asked at every plan, so that a policy
+    that was changed or a key that was revoked counts at once; without it, those given stand.
+
+    refusals: the last PolicyRefusals, of which the server is told nothing. ignored: peers whose centroids
+    were not used lately, and why.
 
     Memory: a few times the largest of plan, model and answer; plans above what the run needs are refused
     unread. Threads may share a client; they take turns.
@@ -127,6 +94,7 @@ class Client:
     clock: Callable[[], float]
     state: StateFolder | None = None
     cancelled: Callable[[], bool] | None = None
+    standing: Callable[[], Standing] | None = None
     train: LocalTraining = train_locally
     witness: Witness | None = None
     refusals: deque[Refused] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -135,12 +103,19 @@ class Client:
 
     def __post_init__(self) -> None:
         self._turn = threading.Lock()
+        self._settle()
+        self._recall()
+
+    def _settle(self) -> None:
+        """Take the policy and cards as they stand now."""
+        if self.standing is not None:
+            now = self.standing()
+            self.policy, self.server, self.roster = now.policy, now.server, now.roster
         self._floor = self.policy.min_envelope_version or envelope.VERSION
         if self.policy.name != self.identity.name:
             raise UsageError(f"the policy is that of {self.policy.name}, the keys are {self.identity.name}'s")
         if self.policy.approval == "manual" and self.state is None:
             raise UsageError("a policy with manual approval needs a state folder, where plans can wait")
-        self._recall()
 
     def __repr__(self) -> str:
         return f"Client({self.identity.name})"
@@ -153,10 +128,12 @@ class Client:
         Where the policy forbids what the plan asks, the answer is a signed "unavailable" that says nothing
         more; the reason is in `refusals` and in the ledger. Raises ProtocolError for a message that is not a
         valid plan of the pinned server, AwaitingApproval for one that an owner has to approve first (ask
-        again with the same bytes), Cancelled where `cancelled` said so, UsageError where ledger or state
-        cannot be written. After an exception nothing has left and the model is as it was.
+        again with the same bytes), Cancelled where `cancelled` said so, PolicyRefusal where the policy now
+        forbids to send an old answer once more, UsageError where policy, ledger or state cannot be read or
+        written. After an exception nothing has left and the model is as it was.
         """
         with self._turn:
+            self._settle()
             self.ledger.refresh()
             asked = self._open(message)
             answered = self._answered(asked)
@@ -180,6 +157,7 @@ class Client:
         will leave.
         """
         with self._turn:
+            self._settle()
             asked = self._open(message)
             found: dict[str, Any] = {"recipients": (), "release": None, "body": None, "account": None}
             refusals: list[Refused] = []
@@ -240,6 +218,8 @@ class Client:
             if answer.plan != asked.hash:
                 raise WrongRound(f"another plan for round {plan.round}, {plan.step}, was answered before")
             kept = self.state and self.state.answer(answer.envelope_sha256)
+            if isinstance(answer, ReleaseEntry):  # it may never have arrived: to send it is to release it
+                self._check_plan(plan)
             if not kept:
                 raise Replayed(f"the plan of round {plan.round}, {plan.step}, was answered before")
             log.info("%s: round %d: sent the same answer again", self.identity.name, plan.round)
@@ -256,9 +236,12 @@ class Client:
 
     # --- whether it may be answered
 
+    def _check_plan(self, plan: RoundPlan) -> None:
+        self.policy.check_plan(plan, self.server.fingerprint, self.base_sha256, self.dataset)
+
     def _permit(self, asked: Asked) -> None:
         plan = asked.plan
-        self.policy.check_plan(plan, self.server.fingerprint, self.base_sha256, self.dataset)
+        self._check_plan(plan)
         if self.ledger.interrupted(plan.run):
             raise PolicyRefusal(
                 f"the ledger was restored from a copy within run {plan.run}: what was answered since is not "

@@ -67,6 +67,10 @@ def _clean(value: Any, depth: int = 0) -> Any:
 
 
 def _document(path: Path) -> Document:
+    if str(path).startswith("builtin:") or (path / "config.json").is_file():
+        from securefl.models import base_fingerprint  # slow to load, and nothing else here needs it
+
+        return {"what": "checkpoint", "name": str(path), "sha256": base_fingerprint(str(path))}
     if path.is_dir():
         return _store(path) if (path / "retired").is_dir() else _run(path)
     if not path.is_file():

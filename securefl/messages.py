@@ -16,6 +16,7 @@ from securefl.release import Body, PayloadKind, canonical_json
 
 SUITE: Final = "mlkem768x25519+aes256gcm+ed25519+mldsa65"
 NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
+BAD_NAME: Final = "a name is 1 to 64 of a-z, 0-9, '.', '_' and '-', and begins with a letter or digit"
 FINGERPRINT = r"^[0-9a-f]{64}$"
 RUN = r"^[0-9a-f]{32}$"
 

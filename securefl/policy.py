@@ -153,6 +153,8 @@ class Policy(BaseModel):
             value = values[clause]
             if isinstance(value, dict):  # the tables, which TOML wants last
                 lines += ["", f"# {field.description}"]
+                if not value:
+                    lines += [f"# [{clause}.NAME]", "# max_epsilon = (unset)", "# delta = (unset)"]
                 for name, ceiling in value.items():
                     lines += [f"[{clause}.{json.dumps(name)}]"]
                     lines += [f"{key} = {json.dumps(part)}" for key, part in ceiling.items()]

@@ -41,7 +41,7 @@ class PayloadKind(StrEnum):
 
 
 class _Claim(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class NonPrivate(_Claim):
@@ -134,10 +134,33 @@ def _no_constants(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # 1e999 is a number in JSON, and none in a float
+        raise ValueError("a number is too large")
+    return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if abs(value) >= 2**64:  # a reader that makes a float of it gets infinity, or another number
+        raise ValueError("a number is too large")
+    return value
+
+
 def parse_json(data: bytes) -> Any:
-    """Strict JSON: no duplicate keys, no NaN or infinity. Raises ValueError, deep nesting included."""
+    """Strict JSON: no duplicate keys, no NaN, infinity, number beyond a float or integer beyond 64 bits.
+
+    Raises ValueError, deep nesting included.
+    """
     try:
-        return json.loads(data, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        return json.loads(
+            data,
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constants,
+            parse_float=_finite,
+            parse_int=_whole,
+        )
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

@@ -17,6 +17,7 @@ from securefl.crypto.identity import Identity
 from securefl.crypto.trust import TrustStore
 from securefl.data import load_silo
 from securefl.errors import ConfigError, UsageError
+from securefl.exchange import Standing
 from securefl.ledger import Ledger
 from securefl.local import SiloData, starting_slm
 from securefl.models import base_fingerprint
@@ -50,11 +51,15 @@ def open_client(
     Raises UsageError and its kin naming the file or field, LedgerCorrupt for a ledger that does not hold.
     """
     terms = client_terms(config)
-    store = TrustStore.open(Path(terms.trust))
-    roster = {name: store.card(name) for name in terms.peers}
-    if identity.name in (*roster, terms.server) or terms.server in roster:
+
+    def standing() -> Standing:
+        store = TrustStore.open(Path(terms.trust))
+        roster = {name: store.card(name) for name in terms.peers}
+        return Standing(Policy.load(Path(terms.policy)), store.card(terms.server), roster)
+
+    if {identity.name, terms.server} & set(terms.peers) or identity.name == terms.server:
         raise ConfigError("client.peers: names this silo or the server; list the other silos")
-    policy = Policy.load(Path(terms.policy))
+    now = standing()
     labels, train, validation = load_silo(config)
     name = _own_model(config)
     slm, base = starting_slm(name, labels, config), base_fingerprint(name)
@@ -63,9 +68,9 @@ def open_client(
     try:
         return Client(
             identity=identity,
-            server=store.card(terms.server),
-            roster=roster,
-            policy=policy,
+            server=now.server,
+            roster=now.roster,
+            policy=now.policy,
             ledger=ledger,
             config=config,
             run=terms.run,
@@ -77,6 +82,7 @@ def open_client(
             clock=clock,
             state=state,
             cancelled=cancelled,
+            standing=standing,
         )
     except BaseException:
         state.close()

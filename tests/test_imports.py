@@ -38,7 +38,7 @@ LAYERS = [
         "ledger_copies",
         "policy",
     },
-    {"local", "agreement", "state"},
+    {"local", "agreement", "state", "exchange"},
     {"relayed"},
     {"steps"},
     {"trained", "_language_model", "_llm_training", "crosslm_worker", "client", "server", "model_card"},

@@ -8,17 +8,22 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from securefl.cli import app
 from securefl.config import parse_config, reference
+from securefl.release import PayloadKind
+from tests.silos import lay_out
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 
 
-def _block(language: str) -> str:
-    found = re.findall(rf"```{language}\n(.*?)```", README, re.S)
+def _block(language: str, heading: str) -> str:
+    """The one block of a language below a heading."""
+    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    found = re.findall(rf"```{language}\n(.*?)```", section, re.S)
     assert len(found) == 1
     return str(found[0])
 
@@ -30,7 +35,27 @@ def test_the_table_of_keys_is_the_models() -> None:
 
 
 def test_the_example_configuration_is_valid() -> None:
-    assert parse_config(tomllib.loads(_block("toml"))).federation.method == "fedkc"
+    assert parse_config(tomllib.loads(_block("toml", "Your own data"))).federation.method == "fedkc"
+
+
+def test_the_example_of_a_client_is_valid() -> None:
+    config = parse_config(tomllib.loads(_block("toml", "In a silo")))
+    assert config.client is not None
+    assert config.client.peers == ("hospital-b", "hospital-c")
+
+
+def test_a_client_of_a_few_lines_runs(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silo = lay_out(tmp_path / "silo", tiny_encoder, tiny_data, passphrase=b"...")
+    keys = silo.folder / "keys"
+    keys.mkdir()
+    (silo.folder / "hospital-a.key").rename(keys / "hospital-a.key")
+    monkeypatch.chdir(silo.folder)
+    names: dict[str, Any] = {"plan": silo.serve().outgoing()["hospital-a"]}
+    exec(_block("python", "In a silo"), names)  # noqa: S102 - the README's own lines
+    names["client"].close()
+    assert silo.serve().receive(names["reply"]).kind is PayloadKind.MODEL
 
 
 def test_every_command_in_it_exists() -> None:
@@ -38,7 +63,7 @@ def test_every_command_in_it_exists() -> None:
         command.name or command.callback.__name__ for command in app.registered_commands if command.callback
     }
     for name in re.findall(r"^\s*(?:`)?securefl (\w[\w-]*)", README, re.M):
-        assert name in commands | {"ledger"}, name
+        assert name in commands | {"ledger", "trust"}, name
 
 
 def test_ten_lines_of_python_run(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
@@ -57,7 +82,7 @@ epochs = 1
 [fedkc]
 clusters = 2
 """)
-    code = _block("python")
+    code = _block("python", "In Python")
     assert len(code.strip().splitlines()) <= 12
     done = subprocess.run(
         [sys.executable, "-c", code],

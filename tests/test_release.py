@@ -404,7 +404,13 @@ def test_canonical_json_is_what_rfc_8259_readers_read() -> None:
     assert parse_json(b'{"a":[1]}') == {"a": [1]}
 
 
-@pytest.mark.parametrize("text", [b'{"a":1,"a":1}', b"NaN", b"[" * 10**5, b"{", b"\xff", b"1 2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b'{"a":1,"a":1}', b"NaN", b"[" * 10**5, b"{", b"\xff", b"1 2", b"1e999", b"-1e999"),
+        *(b"1" + b"0" * 400, b"-18446744073709551616", b"1" * 5000),
+    ],
+)
 def test_parse_json_is_strict(text: bytes) -> None:
     with pytest.raises(ValueError):
         parse_json(text)

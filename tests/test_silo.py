@@ -14,7 +14,15 @@ from securefl.config import Config, load_config
 from securefl.console import run_app
 from securefl.crypto import envelope
 from securefl.crypto.trust import TrustStore
-from securefl.errors import AwaitingApproval, ConfigError, DataError, SecureflError, UnknownSender, UsageError
+from securefl.errors import (
+    AwaitingApproval,
+    ConfigError,
+    DataError,
+    PolicyRefusal,
+    SecureflError,
+    UnknownSender,
+    UsageError,
+)
 from securefl.ledger import verify_ledger
 from securefl.policy import Policy
 from securefl.release import PayloadKind, decode, release_from
@@ -73,7 +81,7 @@ def test_a_label_that_a_silo_lacks_does_not_shrink_its_head(lay: Made) -> None:
         ('labels = ["a", "b"]', 'labels = ["a", "c"]', DataError, "label .* does not occur in data.labels"),
         ('server = "coordinator"', 'server = "nobody"', UnknownSender, "nobody"),
         ('server = "coordinator"', 'server = "hospital-b"', ConfigError, "client.peers"),
-        ('"hospital-b", "hospital-c"', '"hospital-b", "hospital-a"', SecureflError, "hospital-a"),
+        ('"hospital-b", "hospital-c"', '"hospital-b", "hospital-a"', ConfigError, "client.peers"),
         ("fedcba", "FEDCBA", ConfigError, "client.run"),
         ("policy.toml", "absent.toml", ConfigError, "absent.toml: cannot be read"),
         ('dataset = "ward-7"', 'dataset = "Ward 7"', ConfigError, "client.dataset"),
@@ -116,12 +124,50 @@ def test_a_policy_that_another_may_write_stops_the_client(lay: Made) -> None:
         open_client(silo.config, silo.identity)
 
 
+def test_a_changed_policy_counts_at_the_next_plan(lay: Made) -> None:
+    """The client runs for months; its owner must not have to restart it to be obeyed."""
+    silo = lay()
+    client = open_client(silo.config, silo.identity)
+    server, path = silo.serve(), silo.folder / "policy.toml"
+    plan = server.outgoing()["hospital-a"]
+    permissive = path.read_text()
+    path.write_text("no TOML")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        client.handle(plan)
+    path.write_text(permissive.replace('kinds = ["model", "metrics"]', 'kinds = ["metrics"]'))
+    assert [refusal.clause for refusal in client.preview(plan).refusals] == ["kinds"]
+    path.write_text(permissive)
+    assert envelope.read_header(client.handle(plan)).kind is PayloadKind.MODEL
+    TrustStore.open(silo.folder / "trust").revoke("hospital-b", "its key was stolen")
+    with pytest.raises(SecureflError, match="hospital-b"):
+        client.handle(plan)
+    client.close()
+
+
 def test_the_kill_switch_lies_beside_the_policy(lay: Made) -> None:
     silo = lay()
     client = open_client(silo.config, silo.identity)
     (silo.folder / "STOP").touch()
-    answer = client.handle(silo.serve().outgoing()["hospital-a"])
+    plan = silo.serve().outgoing()["hospital-a"]
+    answer = client.handle(plan)
     assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    assert client.handle(plan) == answer
+    client.close()
+
+
+def test_an_old_answer_is_not_sent_again_against_the_policy(lay: Made) -> None:
+    """It was charged, but may never have arrived; to send it now would be to release it now."""
+    silo = lay()
+    client = open_client(silo.config, silo.identity)
+    plan = silo.serve().outgoing()["hospital-a"]
+    answer = client.handle(plan)
+    (silo.folder / "STOP").touch()
+    with pytest.raises(PolicyRefusal, match="kill_switch"):
+        client.handle(plan)
+    (silo.folder / "STOP").unlink()
+    assert client.handle(plan) == answer
+    assert len(client.ledger.entries) == 1
+    assert not client.ledger.refusals
     client.close()
 
 

@@ -11,12 +11,13 @@ from rich.table import Table
 
 from securefl.console import ERR, OUT, Json, print_json, say, shown
 from securefl.errors import AwaitingApproval, NotAvailable, UsageError
-from securefl.files import read_limited
+from securefl.files import check_out, read_limited, write_new
+from securefl.messages import BAD_NAME
 
 if TYPE_CHECKING:
-    from securefl.client import Preview
     from securefl.config import Config
     from securefl.crypto.identity import Identity
+    from securefl.exchange import Preview
 
 Passphrase = Annotated[
     Path | None, typer.Option("--passphrase-file", help="File (mode 0600) with the key file's passphrase.")
@@ -140,7 +141,27 @@ def approve(
     say("The client answers it when the server asks again; any other plan waits anew.")
 
 
+def policy(
+    name: Annotated[str, typer.Argument(help="The silo's name, as in its keys.")],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("policy.toml"),
+) -> None:
+    """Write a policy that permits nothing, with every clause and its meaning, to be filled in."""
+    from pydantic import ValidationError
+
+    from securefl.policy import Policy
+
+    place = check_out(out, file=True)
+    try:
+        text = Policy(name=name).to_toml()
+    except ValidationError:
+        raise UsageError(BAD_NAME) from None
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_new(place, text.encode())
+    say(f"{shown(out)}: permits nothing yet; set the clauses that may be")
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command(epilog="Example: securefl client client.toml --dry-run state/HASH.plan")(client)
     app.command(epilog="Example: securefl approve HASH --config client.toml")(approve)
+    app.command(epilog="Example: securefl policy hospital-a --out policy.toml")(policy)

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from securefl.crypto import keyfiles
 from securefl.errors import BadSignature, DecryptionFailed, SecureflError, UsageError
 from securefl.files import read_limited, write_atomic, write_new
-from securefl.messages import NAME
+from securefl.messages import BAD_NAME, NAME
 from securefl.release import canonical_json, parse_json
 
 ED25519_SIGNATURE, MLDSA65_SIGNATURE = 64, 3309
@@ -262,9 +262,7 @@ class Identity:
         try:
             return cls(name, {half: os.urandom(size) for half, size in _SEEDS.items()})
         except ValidationError:
-            raise UsageError(
-                "a name is 1 to 64 of a-z, 0-9, '.', '_' and '-', and begins with a letter or digit"
-            ) from None
+            raise UsageError(BAD_NAME) from None
 
     @property
     def name(self) -> str:
