@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from securefl.config import Config
+from securefl.config import AVERAGING, Config
 from securefl.errors import PolicyRefusal
 from securefl.messages import FedKcTerms, Party, RoundPlan, Step
 from securefl.release import PayloadKind, canonical_json
@@ -25,6 +25,26 @@ def answer_kind(step: Step, config: Config) -> PayloadKind:
     return PayloadKind.METRICS
 
 
+def steps_of_round(number: int, config: Config) -> list[Step]:
+    """What the silos are asked for in a round, counted from 1, in order; at most once each."""
+    federation = config.federation
+    if federation.method == "standalone":
+        return []
+    steps = [Step.TRAIN]
+    if federation.method == "fedkc" and config.fedkc.source == "peers" and number > 1:
+        steps.insert(0, Step.SHARE)  # not in round 1: its model has an untrained head and knows nothing
+    if federation.method in ("crosslm", "datafree-kd"):
+        steps.append(Step.CANDIDATE)
+    if number == federation.rounds:
+        steps.append(Step.FINISH)
+    return steps
+
+
+def brings_model(step: Step, config: Config) -> bool:
+    """Whether the plan of a step carries weights; where it does not, a silo goes on from its own."""
+    return config.federation.method in AVERAGING or step is Step.CANDIDATE
+
+
 def fedkc_terms(config: Config) -> FedKcTerms | None:
     """The knowledge-composition part of every plan of the run; None for other methods."""
     if config.federation.method != "fedkc":
@@ -35,15 +55,20 @@ def fedkc_terms(config: Config) -> FedKcTerms | None:
 def check_agreed(plan: RoundPlan, config: Config, cohort: Sequence[Party]) -> None:
     """Require that a plan asks what the silo's own configuration and roster say.
 
-    A server that claims fewer rounds would get more of the budget a round, and one that names a smaller
-    cohort would choose who reads the centroids. Raises PolicyRefusal, naming what differs.
+    A server that claims fewer rounds would get more of the budget a round, one that asks to share in a round
+    that has no sharing would get one release more, and one that names a smaller cohort would choose who
+    reads the centroids. Raises PolicyRefusal, naming what differs.
     """
     terms = plan.fedkc
     own = fedkc_terms(config)
+    steps = steps_of_round(plan.round, config)
+    shared = plan.step is Step.TRAIN and Step.SHARE in steps
     asked = {
         "method": (plan.method, config.federation.method),
         "rounds": (plan.rounds, config.federation.rounds),
-        "round": (plan.round <= config.federation.rounds, True),
+        "step": (plan.step in steps, True),
+        "model": (plan.model is not None, brings_model(plan.step, config)),
+        "relay": (shared or not plan.relayed, True),
         "epochs": (plan.epochs, config.round_epochs(plan.round)),
         "answer": (plan.answer, answer_kind(plan.step, config)),
         "cohort": (_sorted(plan.cohort), _sorted(cohort)),

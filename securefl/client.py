@@ -206,6 +206,9 @@ class Client:
         plan = parse_plan(body)
         if (plan.run, plan.round, plan.step) != (header.run, header.round, header.step):
             raise WrongRound("the plan inside an envelope is for another run, round or step than its header")
+        if plan.round > self.config.federation.rounds:
+            # Not a refusal, which takes a line of the ledger: a server could ask for a million of them.
+            raise WrongRound(f"round {plan.round} is beyond the {self.config.federation.rounds} of this run")
         return Asked(
             plan, body.tensors, header.sequence, plan_hash(opened, self.config, self.base_sha256), message
         )

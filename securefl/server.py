@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.agreement import answer_kind, fedkc_terms
+from securefl.agreement import answer_kind, brings_model, fedkc_terms, steps_of_round
 from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
@@ -89,15 +89,7 @@ class Server:
         return answer_kind(self.step, self.config)
 
     def _steps_of_round(self) -> list[Step]:
-        federation = self.config.federation
-        steps = [Step.TRAIN]
-        if federation.method == "fedkc" and self.config.fedkc.source == "peers" and self.round > 1:
-            steps.insert(0, Step.SHARE)  # not in round 1: its model has an untrained head and knows nothing
-        if federation.method in ("crosslm", "datafree-kd"):
-            steps.append(Step.CANDIDATE)
-        if self.round == federation.rounds:
-            steps.append(Step.FINISH)
-        return steps
+        return steps_of_round(self.round, self.config)
 
     # --- out
 
@@ -107,15 +99,12 @@ class Server:
         return {name: self._plan_for(name) for name in self.roster if name in concerned}
 
     def _plan_for(self, name: str) -> bytes:
-        averaging = self.config.federation.method in AVERAGING
         tensors: dict[str, NDArray[Any]] = {}
         model = None
-        if self.step is Step.CANDIDATE:
-            tensors.update(self._candidates[name])
-            model = fingerprint(self._candidates[name])
-        elif averaging:
-            tensors.update(self.model)
-            model = fingerprint(self.model)
+        if brings_model(self.step, self.config):
+            weights = self._candidates[name] if self.step is Step.CANDIDATE else self.model
+            tensors.update(weights)
+            model = fingerprint(weights)
         relayed = tuple(peer for peer in self._relay if peer != name) if self.step is Step.TRAIN else ()
         for peer in relayed:
             tensors[f"relay/{peer}"] = np.frombuffer(self._relay[peer], np.uint8)

@@ -12,7 +12,7 @@ from typing import Any
 
 from securefl.config import Config
 from securefl.data import Rows
-from securefl.errors import MalformedEnvelope, WrongShape
+from securefl.errors import MalformedEnvelope, PayloadError, WrongShape
 from securefl.local import (
     CentroidJob,
     LocalTraining,
@@ -61,14 +61,9 @@ def carry_out(plan: RoundPlan, tensors: Tensors, bench: Bench) -> Done:
     Raises WrongShape or NonFiniteUpdate for weights that do not fit, MalformedEnvelope for a plan that
     contradicts itself, Cancelled where `stop` said so; the model may then be half trained.
     """
-    received: Tensors | None = None
-    if plan.model is not None:
-        received = {name: array for name, array in tensors.items() if not name.startswith("relay/")}
-        check_tensors(received, bench.slm.shapes(), "the server's model")
-        if fingerprint(received) != plan.model:
-            raise WrongShape("the model that came with a plan is not the one that the plan names")
-        if plan.step is not Step.CANDIDATE:
-            bench.slm.load_state(received)
+    received = _received(plan, tensors, bench.slm)
+    if received is not None and plan.step is not Step.CANDIDATE:
+        bench.slm.load_state(received)
     match plan.step:
         case Step.SHARE:
             return _share(plan, bench)
@@ -78,6 +73,21 @@ def carry_out(plan: RoundPlan, tensors: Tensors, bench: Bench) -> Done:
             return _consider(plan, received, bench)
         case Step.FINISH:
             return _finish(plan, bench)
+
+
+def _received(plan: RoundPlan, tensors: Tensors, slm: Slm) -> Tensors | None:
+    """The weights that came with a plan, if it names any; nothing else may have come but what is relayed."""
+    weights = {name: array for name, array in tensors.items() if not name.startswith("relay/")}
+    if {f"relay/{name}" for name in plan.relayed} != set(tensors) - set(weights):
+        raise PayloadError("what a plan relays is not what it says that it relays")
+    if plan.model is None:
+        if weights:
+            raise WrongShape("a plan brings tensors of which it says nothing")
+        return None
+    check_tensors(weights, slm.shapes(), "the server's model")
+    if fingerprint(weights) != plan.model:
+        raise WrongShape("the model that came with a plan is not the one that the plan names")
+    return weights
 
 
 def _info(plan: RoundPlan, bench: Bench) -> dict[str, Any]:

@@ -526,9 +526,10 @@ def test_a_bad_peer_does_not_silence_the_others(sharing: Parties) -> None:
         lambda document, _: document["fedkc"].update(compose="embeddings"),
         lambda document, _: document["fedkc"].update(alpha=9.0),
         _set(fedkc=None),
+        _set(relayed=["silo-2"]), _set(model=None),
     ],
     ids=["fewer rounds", "more rounds", "epochs", "method", "answer", "cohort cut", "cohort twice",
-         "clusters", "layer", "alpha", "no terms"],
+         "clusters", "layer", "alpha", "no terms", "relay while sharing", "no model"],
 )  # fmt: skip
 def test_a_plan_other_than_agreed_gets_nothing(
     sharing: Parties, change: Callable[[dict[str, Any], dict[str, Any]], None]
@@ -540,6 +541,46 @@ def test_a_plan_other_than_agreed_gets_nothing(
     assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
     assert len(client.refusals) == 1
     assert len(client.ledger.entries) == before
+
+
+@pytest.mark.parametrize("step", [Step.SHARE, Step.FINISH, Step.CANDIDATE])
+def test_a_step_that_a_round_does_not_have_gets_nothing(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, step: Step
+) -> None:
+    """A share in round 1 would be one noised release more than the budget was divided by."""
+    config = tiny_config(tiny_encoder, tiny_data, federation={"method": "fedkc"})
+    ready = make_parties(config, tmp_path)
+    ready.server._steps = [step]
+    ready.server._candidates = dict.fromkeys(ready.clients, ready.server.model)
+    client = ready.clients["silo-1"]
+    answer = client.handle(ready.server.outgoing()["silo-1"])
+    assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    assert client.refusals[0].clause == "agreed.step"
+    assert not client.ledger.entries
+
+
+def test_rounds_beyond_the_run_take_no_line_of_the_ledger(parties: Parties) -> None:
+    """A server could ask for a million of them, and each refusal is a line."""
+    parties.server.round = 3
+    client = parties.clients["silo-1"]
+    with pytest.raises(WrongRound, match="round 3 is beyond the 2"):
+        client.handle(parties.server.outgoing()["silo-1"])
+    assert not client.ledger.refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda _, tensors: tensors.update({"relay/silo-2": np.zeros(3, np.uint8)}), PayloadError),
+        (lambda _, tensors: tensors.update({"surprise": np.zeros(3, np.float32)}), WrongShape),
+    ],
+    ids=["relayed unsaid", "tensor unsaid"],
+)
+def test_what_a_plan_does_not_say_may_not_come_with_it(
+    parties: Parties, change: Callable[[dict[str, Any], dict[str, Any]], None], expected: type[ProtocolError]
+) -> None:
+    with pytest.raises(expected):
+        parties.clients["silo-1"].handle(_plan(parties, change))
 
 
 @pytest.mark.parametrize("value", [3e38, -2e6])
