@@ -386,6 +386,15 @@ def test_unknown_version_suite_or_kind(old: bytes, new: bytes, what: str) -> Non
             attempt()
 
 
+@pytest.mark.parametrize("field", ["version", "suite", "kind", "run", "sender"])
+def test_a_missing_field_is_malformed(field: str) -> None:
+    def without(header: bytes) -> bytes:
+        return canonical_json({key: value for key, value in json.loads(header).items() if key != field})
+
+    with pytest.raises(MalformedEnvelope):
+        verify(with_header(GOOD, without), ROSTER)
+
+
 def test_a_later_version_with_other_fields_is_unsupported_rather_than_malformed() -> None:
     data = with_header(GOOD, lambda _: b'{"version":2,"whatever":[]}')
     with pytest.raises(UnsupportedEnvelope, match="version"):

@@ -35,7 +35,7 @@ def load(name: str) -> dict[str, Any]:
     return dict(json.loads((FOLDER / name).read_text()))
 
 
-def cases_of(file: dict[str, Any]) -> Any:
+def cases_of(file: dict[str, Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", file["cases"], ids=lambda case: case["name"])
 
 

@@ -225,13 +225,13 @@ def _parse_header(encoded: bytes) -> Header:
     try:
         header = Header.model_validate_json(encoded)
     except ValidationError as error:
-        wrong = {str(entry["loc"][0]) for entry in error.errors(include_input=False) if entry["loc"]}
+        faults = {str(e["loc"][0]): e["type"] for e in error.errors(include_input=False) if e["loc"]}
         for field in ("version", "suite", "kind"):
-            if field in wrong:
+            if faults.get(field, "missing") != "missing":
                 raise UnsupportedEnvelope(
                     f"an envelope has a {field} that this version does not know"
                 ) from None
-        field = min(wrong, default="JSON")
+        field = min(faults, default="JSON")
         raise MalformedEnvelope(f"an envelope's header is malformed (first fault: {field[:40]})") from None
     if _encode_header(header) != encoded:
         raise MalformedEnvelope("an envelope's header is not in its canonical encoding")

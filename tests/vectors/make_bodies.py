@@ -12,8 +12,9 @@ MARK = "securefl.body/1"
 
 def frame(header: Any, arrays: bytes = b"", padding: int | None = None) -> bytes:
     """header: members in the order of writing, or the bytes."""
-    raw = header
-    if not isinstance(header, bytes):
+    if isinstance(header, bytes):
+        raw = header
+    else:
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     raw += b" " * (-len(raw) % 8 if padding is None else padding)
     return len(raw).to_bytes(8, "little") + raw + arrays

@@ -54,9 +54,11 @@ class _Cases:
         if swap and self._texts[of].count(swap[0]) != 1:
             raise ValueError(f"{name}: the text to replace is there {self._texts[of].count(swap[0])} times")
         base = next(case for case in self.made if case["name"] == of)
-        kept = {key: base[key] for key in ("what", "signer", "passphrase") if key in base}
-        case = {"name": name, **kept, "error": error, "why": why, "of": of, **more}
-        self.made.append({**case, "replace": list(swap)} if swap else case)
+        kept: dict[str, Any] = {key: base[key] for key in ("what", "signer", "passphrase") if key in base}
+        case: dict[str, Any] = {"name": name, **kept, "error": error, "why": why, "of": of, **more}
+        if swap:
+            case["replace"] = list(swap)
+        self.made.append(case)
 
     def halves(self, of: str) -> None:
         for half in ("ed25519", "mldsa65"):

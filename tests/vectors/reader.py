@@ -79,13 +79,15 @@ def private(seeds: Keys) -> hpke.MLKEM768X25519PrivateKey:
 
 
 def public(seeds: Keys) -> Keys:
-    made = {
-        "ed25519": ed25519.Ed25519PrivateKey.from_private_bytes(seeds["ed25519"]),
-        "mldsa65": mldsa.MLDSA65PrivateKey.from_seed_bytes(seeds["mldsa65"]),
-        "mlkem768": mlkem.MLKEM768PrivateKey.from_seed_bytes(seeds["mlkem768"]),
-        "x25519": x25519.X25519PrivateKey.from_private_bytes(seeds["x25519"]),
+    classical = ed25519.Ed25519PrivateKey.from_private_bytes(seeds["ed25519"])
+    return {
+        "ed25519": classical.public_key().public_bytes_raw(),
+        "mldsa65": mldsa.MLDSA65PrivateKey.from_seed_bytes(seeds["mldsa65"]).public_key().public_bytes_raw(),
+        "mlkem768": mlkem.MLKEM768PrivateKey.from_seed_bytes(seeds["mlkem768"])
+        .public_key()
+        .public_bytes_raw(),
+        "x25519": x25519.X25519PrivateKey.from_private_bytes(seeds["x25519"]).public_key().public_bytes_raw(),
     }
-    return {half: key.public_key().public_bytes_raw() for half, key in made.items()}
 
 
 def fingerprint(name: str, keys: Keys) -> str:
