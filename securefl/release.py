@@ -25,6 +25,7 @@ from securefl.errors import NonFiniteUpdate, PayloadError, TooLarge, WrongShape
 Tensors = Mapping[str, NDArray[Any]]
 
 _MAGIC = "securefl.body/1"
+_MAX_INTEGER = 2**64
 _MAX_DEPTH = 32  # of a body's document: far below any parser's own limit, so that all readers agree
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8"), "U8": np.dtype("u1")}
 
@@ -143,7 +144,7 @@ def _finite(text: str) -> float:
 
 def _whole(text: str) -> int:
     value = int(text)
-    if abs(value) >= 2**64:  # a reader that makes a float of it gets infinity, or another number
+    if abs(value) >= _MAX_INTEGER:  # a reader that makes a float of it gets infinity, or another number
         raise ValueError("a number is too large")
     return value
 
@@ -169,6 +170,8 @@ def _require_plain(value: Any, depth: int = 0) -> None:
     """Nothing that one reader of JSON takes and another does not. Raises ValueError."""
     if isinstance(value, str):
         value.encode()  # fails for half a surrogate pair, which JSON can spell and no text holds
+    elif isinstance(value, int) and abs(value) >= _MAX_INTEGER:
+        raise ValueError("a number is too large")
     elif isinstance(value, Mapping | list | tuple):
         if depth == _MAX_DEPTH:
             raise ValueError("nested too deeply")
@@ -180,7 +183,7 @@ def encode(kind: PayloadKind, document: Mapping[str, Any], tensors: Tensors) -> 
     """The canonical bytes of a body.
 
     Raises PayloadError for an array of a type that may not travel, and ValueError for a document that is not
-    JSON of Unicode text, or nests its values too deeply.
+    JSON of Unicode text and numbers of 64 bits, or nests its values too deeply.
     """
     _require_plain(document)
     ready: dict[str, NDArray[Any]] = {}

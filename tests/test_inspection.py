@@ -153,7 +153,7 @@ def _first(document: dict[str, Any]) -> Any:
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "epsilon of a claim": (lambda d: _first(d)["claim"].update(epsilon=0.01), "its claim is not"),
     "empty claim": (lambda d: _first(d).update(claim={}), "its claim is not"),
-    "claim beyond floats": (lambda d: _first(d)["claim"].update(epsilon=10**400), "its claim is not"),
+    "claim beyond floats": (lambda d: _first(d)["claim"].update(epsilon=10**400), "is not strict JSON"),
     "round": (lambda d: _first(d).update(round=1), "its round is not"),
     "kind": (lambda d: _first(d).update(kind="metrics"), "its kind is not"),
     "recipients": (lambda d: _first(d).update(recipients=["server"]), "its recipients is not"),
