@@ -1,6 +1,6 @@
 """A small service inside a hospital: it takes the coordinator's sealed plans and gives sealed answers back.
 
-    python examples/embedded_client.py client.toml --port 8461 [--passphrase-file FILE]
+    python examples/embedded_client.py client.toml --port 8461 [--passphrase-file FILE] [--model-out DIR]
 
 POST a plan to / and the answer is the body of the response. What may leave is decided by the hospital's own
 policy file, and what left is in its ledger; this program only moves bytes. `two_hospitals.py` lays out two
@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import securefl
-from securefl.crypto.envelope import DEFAULT_LIMITS
+from securefl.crypto.envelope import DEFAULT_LIMITS, read_header
 from securefl.crypto.keyfiles import read_passphrase
 from securefl.errors import AwaitingApproval, Cancelled, ProtocolError, SecureflError
 
@@ -28,9 +28,16 @@ log = logging.getLogger("hospital")
 class Hospital(ThreadingHTTPServer):
     """The service; threads that are given plans take turns in the client."""
 
-    def __init__(self, port: int, client: securefl.Client) -> None:
+    def __init__(self, port: int, client: securefl.Client, model_out: Path | None) -> None:
         super().__init__(("127.0.0.1", port), Plans)
         self.client = client
+        self.model_out = model_out
+
+    def keep_model(self, answer: bytes) -> None:
+        """After the last step of the run, the model is the silo's to use."""
+        if self.model_out is not None and read_header(answer).step == "finish":
+            self.client.save_model(self.model_out)
+            log.info("the trained model is in %s", self.model_out)
 
 
 class Plans(BaseHTTPRequestHandler):
@@ -47,11 +54,11 @@ class Plans(BaseHTTPRequestHandler):
         if int(length) > DEFAULT_LIMITS.max_envelope:
             return self._reply(413, b"")
         try:
-            return self._reply(200, self.server.client.handle(self.rfile.read(int(length))))
-        except AwaitingApproval as waits:
-            log.warning("%s", waits)
-            return self._reply(503, b"")
-        except Cancelled:
+            answer = self.server.client.handle(self.rfile.read(int(length)))
+            self.server.keep_model(answer)
+            return self._reply(200, answer)
+        except (AwaitingApproval, Cancelled) as later:
+            log.warning("%s", later)
             return self._reply(503, b"")
         except ProtocolError as error:
             log.warning("refused a message: %s", error)
@@ -81,6 +88,7 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--port", type=int, default=8461)
     parser.add_argument("--passphrase-file", type=Path)
+    parser.add_argument("--model-out", type=Path, help="folder for the trained model")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     stop = threading.Event()
@@ -90,7 +98,7 @@ def main() -> int:
         passphrase = None if file is None else read_passphrase(file, str)
         identity = securefl.Identity.load(Path(securefl.client_terms(config).identity), passphrase)
         client = securefl.open_client(config, identity, cancelled=stop.is_set)
-        service = Hospital(arguments.port, client)
+        service = Hospital(arguments.port, client, arguments.model_out)
     except (SecureflError, OSError) as error:
         log.error("%s", error)
         return error.exit_code if isinstance(error, SecureflError) else 1

@@ -6,6 +6,7 @@ Lays out everything that two institutions would prepare (OUT/hospital-a, OUT/hos
 `embedded_client.py` in each, and runs FedAvg over loopback. Look at the files afterwards:
 
     securefl ledger verify OUT/hospital-a/ledger.jsonl     what left, hash-chained and signed
+    securefl predict OUT/hospital-a/model new.csv --out labels.jsonl       the trained model
     cat OUT/hospital-a/policy.toml                         what it permits, every clause with its meaning
     touch OUT/hospital-a/STOP                              the kill switch, for a run that goes on
 
@@ -59,6 +60,7 @@ def prepare(out: Path, rows: int, model: str, rounds: int, source: str) -> secur
         folder = out / name
         folder.mkdir(parents=True)
         keys[name].save(folder / f"{name}.key")
+        securefl.Ledger.create(folder / "ledger.jsonl", keys[name])
         store = TrustStore.open(folder / "trust", create=True)
         peers = [other for other in HOSPITALS if other != name]
         for card in (coordinator.card, *(keys[peer].card for peer in peers)):
@@ -88,7 +90,7 @@ method = "fedavg"
 rounds = {rounds}
 
 [data]
-train = {json.dumps(str(folder / "rows.csv"))}
+train = {json.dumps(str((folder / "rows.csv").absolute()))}
 labels = {json.dumps(corpus.labels)}
 
 [slm]
@@ -97,15 +99,12 @@ max_length = 48
 epochs = 1
 
 [client]
-identity = {json.dumps(str(folder / f"{name}.key"))}
-trust = {json.dumps(str(folder / "trust"))}
+identity = "{name}.key"
+trust = "trust"
 server = "coordinator"
 peers = {json.dumps(peers)}
 run = "{run}"
 dataset = "discharge-letters"
-policy = {json.dumps(str(folder / "policy.toml"))}
-ledger = {json.dumps(str(folder / "ledger.jsonl"))}
-state = {json.dumps(str(folder / "state"))}
 """
         )
     return coordinator
@@ -181,7 +180,9 @@ def main() -> None:
             arguments.out, arguments.rows, arguments.model, arguments.rounds, arguments.source
         )
         for name, port in ports.items():
-            command = [sys.executable, SERVICE, arguments.out / name / "client.toml", "--port", str(port)]
+            folder = arguments.out / name
+            command = [sys.executable, SERVICE, folder / "client.toml", "--port", str(port)]
+            command += ["--model-out", folder / "model"]
             processes.append(subprocess.Popen(command))
             wait_for(port, processes[-1])
         server = coordinate(arguments.out, coordinator, ports)

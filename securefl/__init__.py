@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from securefl.config import parse_config as parse_config
     from securefl.crypto.identity import Card as Card
     from securefl.crypto.identity import Identity as Identity
+    from securefl.crypto.trust import TrustStore as TrustStore
     from securefl.data import Corpus as Corpus
     from securefl.data import load_corpus as load_corpus
+    from securefl.errors import AwaitingApproval as AwaitingApproval
+    from securefl.errors import Cancelled as Cancelled
     from securefl.errors import SecureflError as SecureflError
     from securefl.ledger import Ledger as Ledger
+    from securefl.local import starting_slm as starting_slm
     from securefl.policy import Policy as Policy
     from securefl.result import Result as Result
     from securefl.server import Server as Server
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AwaitingApproval": "errors",
+    "Cancelled": "errors",
     "Card": "crypto.identity",
     "Client": "client",
     "Config": "config",
@@ -41,11 +47,13 @@ _HOMES = {
     "SecureflError": "errors",
     "Server": "server",
     "Simulation": "simulation",
+    "TrustStore": "crypto.trust",
     "client_terms": "silo",
     "load_config": "config",
     "load_corpus": "data",
     "open_client": "silo",
     "parse_config": "config",
+    "starting_slm": "local",
 }
 __all__ = sorted(_HOMES)
 

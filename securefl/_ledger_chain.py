@@ -15,6 +15,7 @@ from securefl._ledger_lines import (
     CONSENT_CONTEXT,
     HEAD_CONTEXT,
     LINE_CONTEXT,
+    MAX_HISTORY,
     MAX_LINE,
     VERSION,
     Answer,
@@ -24,6 +25,7 @@ from securefl._ledger_lines import (
     Genesis,
     Head,
     Place,
+    Point,
     RefusalEntry,
     ReleaseEntry,
     RestoredEntry,
@@ -42,13 +44,16 @@ from securefl.release import GaussianSums
 
 @dataclass(frozen=True)
 class Tip:
-    """Where a chain stands after one of its lines. card: whose signatures the next one must bear."""
+    """Where a chain stands after one of its lines.
+
+    card: whose signatures the next one must bear. history: the genesis line and every `restored` line.
+    """
 
     index: int
     hash: str
     time: float
     card: Card
-    history: str
+    history: tuple[Point, ...]
     restored: bool
     accounts: Mapping[str, Account]
 
@@ -182,7 +187,8 @@ def begin(where: str, line: bytes) -> Chain:
         raise LedgerCorrupt(f"{where}: is not the first entry of a ledger")
     require_signature(where, document, entry.card, LINE_CONTEXT)
     digest = hashlib.sha256(line)
-    tip = Tip(0, digest.hexdigest(), entry.time, entry.card, digest.hexdigest(), False, {})
+    first = Point(index=0, hash=digest.hexdigest())
+    tip = Tip(0, first.hash, entry.time, entry.card, (first,), False, {})
     return Chain(tip, len(line), digest, [entry.card])
 
 
@@ -217,7 +223,12 @@ def check(where: str, line: bytes, chain: Chain) -> Link:
         case RestoredEntry():
             if (entry.head.index, entry.head.hash) != (tip.index, tip.hash):
                 raise LedgerCorrupt(f"{where}: is of another copy than the one that ends before it")
-            after = replace(after, restored=True, history=after.hash)
+            if len(tip.history) == MAX_HISTORY:
+                raise LedgerCorrupt(
+                    f"{where}: was restored {MAX_HISTORY - 1} times, and may not be once more"
+                )
+            here = Point(index=after.index, hash=after.hash)
+            after = replace(after, restored=True, history=(*tip.history, here))
         case ConfirmedEntry():
             _check_confirmed(where, entry, chain)
             after = replace(after, restored=False, accounts=dict(entry.accounts))

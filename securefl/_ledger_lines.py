@@ -23,6 +23,7 @@ HEAD_CONTEXT = b"securefl/1 ledger-head"
 CONSENT_CONTEXT = b"securefl/1 ledger-rotation"
 MAX_LINE = 2**20  # a release to 256 recipients takes some 50 KiB
 MAX_REASON = 400  # characters
+MAX_HISTORY = 64  # the genesis line, and restores: 6 KiB of a head record
 VERSION: Final = 2
 
 _Hash = Annotated[str, Field(pattern=FINGERPRINT)]
@@ -148,14 +149,14 @@ _LINE: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="en
 class Head(_Record):
     """The record beside a ledger: which line is its last, and what its data sets add up to after it.
 
-    history: hash of the genesis line, or of the last `restored` line, from which lines are counted: two
-    ledgers, and the lost and the restored end of one, so have different ones. restored: a restore is
-    unconfirmed. time: of the last line.
+    history: the genesis line and every `restored` line so far. Two ledgers, and the lost and the restored end
+    of one, so have different ones, and those of one ledger begin alike up to where they parted. restored: a
+    restore is unconfirmed. time: of the last line.
     """
 
     index: int = Field(ge=0)
     hash: _Hash
-    history: _Hash
+    history: tuple[Point, ...] = Field(min_length=1, max_length=MAX_HISTORY)
     restored: bool
     accounts: dict[DataSet, Account]
 

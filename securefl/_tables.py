@@ -1,7 +1,9 @@
 """One data file -> its texts, labels and silo values as strings, every row checked.
 
 What cannot be read without guessing is a DataError with one sentence that names file, line and what to do;
-no message holds a row's text. This room opens the one file it is given and knows nothing of splits or models.
+no message holds a row's text, and no error that led to it either: a parser's error holds what it read, so
+ours is raised when that one has been let go. This room opens the one file it is given and knows nothing of
+splits or models.
 
 Formats. Text is UTF-8, a byte order mark is skipped, and wholly empty lines are no rows.
   CSV      RFC 4180 with a header line. Read by the standard `csv` module and not by pandas, which fills a
@@ -22,6 +24,7 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 _BOM = b"\xef\xbb\xbf"
 _SHOWN = 40  # characters of a name or label that a message repeats
 _COLUMN = re.compile(r"[\w.-]{1,32}")  # what names a column and is hardly a sentence
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 _csv_lock = threading.Lock()
 
 # A row as a reader yields it: the 1-based line it begins on (Parquet: its row), and the values asked for.
@@ -115,12 +119,10 @@ def _checked(values: tuple[Any, ...], columns: tuple[str, ...], place: str) -> t
         if not field.strip():
             raise DataError(f'{place}: column "{column}" is empty; fill it or remove the row')
         # JSON can spell half a surrogate pair, which no UTF-8 writer and no tokenizer takes.
-        try:
-            field.encode("utf-8")
-        except UnicodeEncodeError:
+        if _HALF.search(field):
             raise DataError(
                 f'{place}: column "{column}" holds half a surrogate pair; write the whole character'
-            ) from None
+            )
         fields.append(field)
     return tuple(fields)
 
@@ -168,11 +170,12 @@ def _decode(path: Path) -> str:
     start = len(_BOM) if content.startswith(_BOM) else 0
     try:
         text = content[start:].decode("utf-8")
+        if text.strip():
+            return text
+        fault = "is empty; add a header and rows"
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 at byte offset {start + error.start}; convert it") from error
-    if not text.strip():
-        raise DataError(f"{path}: is empty; add a header and rows")
-    return text
+        fault = f"is not UTF-8 at byte offset {start + error.start}; convert it"
+    raise DataError(f"{path}: {fault}")
 
 
 def _listed(present: Sequence[str]) -> str:
@@ -256,14 +259,15 @@ def _jsonl(path: Path, content: str, columns: tuple[str, ...]) -> Iterator[_Reco
         if not line.strip():
             continue
         place = f"{path}: line {number}"
+        value, fault = None, "is not a JSON object; write one object a line"
         try:
             value = json.loads(line, object_pairs_hook=_no_duplicates)
         except _DuplicateKey:
-            raise DataError(f"{place}: an object has one field twice; remove one") from None
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: is not valid JSON; write one object a line") from error
+            fault = "an object has one field twice; remove one"
+        except (ValueError, RecursionError):
+            fault = "is not valid JSON; write one object a line"
         if not isinstance(value, dict):
-            raise DataError(f"{place}: is not a JSON object; write one object a line")
+            raise DataError(f"{place}: {fault}")
         for column in columns:
             if column not in value:
                 raise DataError(f'{place}: lacks the field "{column}"; add it or remove the line')
@@ -282,19 +286,18 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parquet(path: Path, columns: tuple[str, ...]) -> Iterator[_Record]:
-    # The library's own messages are not repeated: they may quote values.
-    unreadable = f"{path}: is not a readable Parquet file; write it again"
-    try:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            _positions(path, schema.names, columns)
-            for position, column in enumerate(columns):
-                if not _plain(schema.field(column).type):
-                    kind = "a string" if position == 0 else "a string, an integer or a boolean"
-                    raise DataError(f'{path}: column "{column}" is not {kind}; convert it')
-            table = file.read(columns=list(columns))
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise DataError(unreadable) from error
+    # The library's own messages may quote values.
+    table = None
+    with suppress(pa.ArrowException, OSError, ValueError, KeyError), pq.ParquetFile(path) as file:
+        schema = file.schema_arrow
+        _positions(path, schema.names, columns)
+        for position, column in enumerate(columns):
+            if not _plain(schema.field(column).type):
+                kind = "a string" if position == 0 else "a string, an integer or a boolean"
+                raise DataError(f'{path}: column "{column}" is not {kind}; convert it')
+        table = file.read(columns=list(columns))
+    if table is None:
+        raise DataError(f"{path}: is not a readable Parquet file; write it again")
     values = [_parquet_values(path, table.column(column), column) for column in columns]
     return iter(enumerate(zip(*values, strict=True), start=1))
 
@@ -318,8 +321,9 @@ def _plain(kind: pa.DataType) -> bool:
 def _parquet_values(path: Path, column: Any, name: str) -> list[Any]:
     try:
         values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError as error:
-        raise DataError(f'{path}: column "{name}" is not UTF-8; write it again') from error
-    except (pa.ArrowException, ValueError, OverflowError) as error:
-        raise DataError(f'{path}: column "{name}" holds values that cannot be read; convert it') from error
-    return values
+        return values
+    except UnicodeDecodeError:
+        fault = "is not UTF-8; write it again"
+    except (pa.ArrowException, ValueError, OverflowError):
+        fault = "holds values that cannot be read; convert it"
+    raise DataError(f'{path}: column "{name}" {fault}')

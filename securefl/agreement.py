@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from securefl.config import AVERAGING, Config
+from securefl.config import AVERAGING, CLIENT_PLACES, Config
 from securefl.errors import PolicyRefusal
 from securefl.messages import FedKcTerms, Party, RoundPlan, Step
 from securefl.release import PayloadKind, canonical_json
@@ -68,7 +68,7 @@ def check_agreed(plan: RoundPlan, config: Config, cohort: Sequence[Party]) -> No
         "rounds": (plan.rounds, config.federation.rounds),
         "step": (plan.step in steps, True),
         "model": (plan.model is not None, brings_model(plan.step, config)),
-        "relay": (shared or not plan.relayed, True),
+        "relay": (_relays_well(plan, cohort) and (shared or not plan.relayed), True),
         "epochs": (plan.epochs, config.round_epochs(plan.round)),
         "answer": (plan.answer, answer_kind(plan.step, config)),
         "cohort": (_sorted(plan.cohort), _sorted(cohort)),
@@ -77,21 +77,30 @@ def check_agreed(plan: RoundPlan, config: Config, cohort: Sequence[Party]) -> No
     for what, (found, agreed) in asked.items():
         if found != agreed:
             raise PolicyRefusal(
-                f"the plan of round {plan.round} asks for another {what} than was agreed", f"agreed.{what}"
+                f"the plan of round {plan.round} does not ask what was agreed: its {what} differs from this "
+                "silo's own configuration",
+                f"agreed.{what}",
             )
+
+
+def _relays_well(plan: RoundPlan, cohort: Sequence[Party]) -> bool:
+    """Whether what a plan relays is of silos of the run, each once."""
+    return len(set(plan.relayed)) == len(plan.relayed) and {p.name for p in cohort}.issuperset(plan.relayed)
 
 
 def _sorted(parties: Sequence[Party]) -> list[tuple[str, str]]:
     return sorted((party.name, party.key) for party in parties)
 
 
-def plan_hash(body: bytes, config: Config, base_sha256: str) -> str:
+def plan_hash(body: bytes, config: Config, dataset: str, base_sha256: str) -> str:
     """What an owner approves: SHA-256 (hex) over all that decides what a plan does in this silo.
 
     body: the opened plan as it came, with the weights and the peers' envelopes in it. config: the silo's own,
-    with every training parameter and prompt; where its files lie is no part of it. base_sha256: of the
+    with every training parameter and prompt. dataset: whose account is charged. base_sha256: of the
     checkpoint. One changed parameter is another hash.
     """
-    own = canonical_json(config.model_dump(mode="json", exclude={"client"}))
-    parts = [b"securefl/1 plan", hashlib.sha256(body).digest(), own, bytes.fromhex(base_sha256)]
+    # Where a silo's files lie is no part of what it does.
+    own = canonical_json(config.model_dump(mode="json", exclude={"client": set(CLIENT_PLACES)}))
+    parts = [b"securefl/1 plan", hashlib.sha256(body).digest(), own, dataset.encode()]
+    parts.append(bytes.fromhex(base_sha256))
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()

@@ -22,22 +22,25 @@ from securefl.silo import client_terms
 from securefl.state import waiting_plan
 
 
-def approve_plan(config: Config, identity: Identity, plan: str) -> RoundPlan:
-    """Approve the waiting plan of that hash; gives what it asks.
+def waiting(config: Config, identity: Identity, plan: str) -> RoundPlan:
+    """What the waiting plan of that hash asks.
 
     Raises UsageError where none waits, or where it would be another plan by now (the configuration or the
-    checkpoint changed since), ProtocolError where it is none of the pinned server's, Refused where it is
-    approved already.
+    checkpoint changed since), ProtocolError where it is none of the pinned server's.
     """
     terms = client_terms(config)
     message = waiting_plan(Path(terms.state), plan)
     server = TrustStore.open(Path(terms.trust)).card(terms.server)
     verified = envelope.verify(message, {server.name: server})
     opened = envelope.open_(verified, identity)
-    found = plan_hash(opened, config, base_fingerprint(config.slm.models[0]))
+    found = plan_hash(opened, config, terms.dataset, base_fingerprint(config.slm.models[0]))
     if found != plan:
         raise UsageError(f"the plan {plan} would be {found} under the present configuration; ask for it anew")
-    asked = parse_plan(decode(opened))
-    ledger = Ledger.open(Path(terms.ledger), identity)
+    return parse_plan(decode(opened))
+
+
+def approve_plan(config: Config, identity: Identity, plan: str) -> None:
+    """Approve the waiting plan of that hash. Raises as `waiting`, and Refused for a second time."""
+    asked = waiting(config, identity, plan)
+    ledger = Ledger.open(Path(client_terms(config).ledger), identity)
     ledger.append_approval(plan=plan, run=asked.run, round=asked.round, step=asked.step.value)
-    return asked

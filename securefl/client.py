@@ -8,17 +8,19 @@ socket, starts no thread, prints nothing and keeps no global state.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from securefl.account import Account
-from securefl.agreement import check_agreed, plan_hash
+from securefl.agreement import check_agreed, plan_hash, steps_of_round
 from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
@@ -29,6 +31,7 @@ from securefl.errors import (
     PolicyRefusal,
     Refused,
     Replayed,
+    SecureflError,
     UnknownSender,
     UsageError,
     WrongRound,
@@ -51,7 +54,7 @@ from securefl.release import (
     encode_release,
 )
 from securefl.state import StateFolder
-from securefl.steps import Bench, Done, carry_out
+from securefl.steps import Bench, Done, carry_out, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +106,15 @@ class Client:
 
     def __post_init__(self) -> None:
         self._turn = threading.Lock()
+        self._process = os.getpid()
+        self._after: str | None = None  # the answer that the model in memory belongs to
         self._settle()
         self._recall()
 
     def _settle(self) -> None:
         """Take the policy and cards as they stand now."""
+        if os.getpid() != self._process:
+            raise UsageError("a client was carried into another process by a fork; open one there")
         if self.standing is not None:
             now = self.standing()
             self.policy, self.server, self.roster = now.policy, now.server, now.roster
@@ -125,30 +132,38 @@ class Client:
     def handle(self, message: bytes) -> bytes:
         """Answer one sealed plan with one sealed envelope; the same plan again, with the same bytes.
 
-        Where the policy forbids what the plan asks, the answer is a signed "unavailable" that says nothing
-        more; the reason is in `refusals` and in the ledger. Raises ProtocolError for a message that is not a
-        valid plan of the pinned server, AwaitingApproval for one that an owner has to approve first (ask
-        again with the same bytes), Cancelled where `cancelled` said so, PolicyRefusal where the policy now
-        forbids to send an old answer once more, UsageError where policy, ledger or state cannot be read or
-        written. After an exception nothing has left and the model is as it was.
+        Where the policy forbids what the plan asks, or where it cannot be computed, the answer is a signed
+        "unavailable" that says nothing more; the reason is in `refusals` and in the ledger. Raises
+        ProtocolError for a message that is not a valid plan of the pinned server, AwaitingApproval for one
+        that an owner has to approve first (ask again with the same bytes), Cancelled where `cancelled` said
+        so, PolicyRefusal where the policy has changed since an old answer that is asked for once more,
+        UsageError where policy, cards, ledger or state cannot be read or written. An exception means that
+        nothing has left; the plan may be handed in again.
         """
         with self._turn:
             self._settle()
             self.ledger.refresh()
+            self._recall()
             asked = self._open(message)
             answered = self._answered(asked)
             if answered is not None:
                 return answered
+            before = self.slm.state()
             try:
-                with self._unchanged_on_failure():
+                try:
                     self._permit(asked)
-                    return self._commit(asked, *self._compute(asked))
-            except AwaitingApproval:
-                assert self.state is not None
-                self.state.pend(asked.hash, asked.message)
+                    return self._commit(asked, self._compute(asked))
+                except AwaitingApproval:
+                    assert self.state is not None
+                    self.state.pend(asked.hash, asked.message)
+                    raise
+                except Refused as refusal:
+                    self.slm.load_state(before)
+                    return self._refuse(asked, refusal)
+            except BaseException:
+                # Where the answer was charged all the same, `_recall` finds its model again.
+                self.slm.load_state(before)
                 raise
-            except Refused as refusal:
-                return self._refuse(asked, refusal)
 
     def preview(self, message: bytes) -> Preview:
         """What `handle` would send for this plan: computed, but not charged, sealed, sent or remembered.
@@ -159,24 +174,49 @@ class Client:
         with self._turn:
             self._settle()
             asked = self._open(message)
+            plan = asked.plan
+            answer = self.ledger.answer_at(plan.run, plan.round, plan.step.value)
+            if answer is None or answer.plan != asked.hash:
+                self._answered(asked)  # raises for what comes too late
             found: dict[str, Any] = {"recipients": (), "release": None, "body": None, "account": None}
-            refusals: list[Refused] = []
+            refusals: list[Refused] = list(
+                self.policy.plan_refusals(plan, self.server.fingerprint, self.base_sha256, self.dataset)
+            )
             before = self.slm.state()
             try:
                 try:
                     self._permit(asked)
                 except AwaitingApproval as waits:
                     refusals.append(waits)
-                done, recipients = self._compute(asked)
-                body = encode_release(done.release)
+                done = self._compute(asked)
+                recipients, body = self._recipients(asked), encode_release(done.release)
                 found.update(recipients=_parties(recipients), release=done.release, body=body)
                 found["account"] = self._check(done.release, recipients, body)
                 self._check_day(len(body))
             except Refused as refusal:
-                refusals.append(refusal)
+                if not refusals:
+                    refusals.append(refusal)
             finally:
                 self.slm.load_state(before)
-        return Preview(plan=asked.plan, hash=asked.hash, refusals=tuple(refusals), **found)
+        return Preview(plan=plan, hash=asked.hash, answered=answer, refusals=tuple(refusals), **found)
+
+    def save_model(self, folder: Path | str) -> None:
+        """Write the model as it is now as a Hugging Face folder with a card.
+
+        After the last step of an averaging method that is the average, which the plan brought. Raises
+        ModelError where the folder is there and is none of this package.
+        """
+        with self._turn:
+            account = self.ledger.account(self.dataset)
+            private = "no finite epsilon" if account.nonprivate else f"epsilon {account.epsilon}"
+            card = (
+                f"---\nlibrary_name: transformers\npipeline_tag: text-classification\n---\n\n"
+                f"# Text classifier of {self.identity.name} ({self.config.federation.method})\n\n"
+                f"Trained by securefl in run {self.run} from {self.slm.name}; classes: "
+                f"{', '.join(self.slm.labels)}. What left this silo for it has {private}. Whoever holds the "
+                "weights can test whether a text was among the training rows.\n"
+            )
+            self.slm.save(Path(folder), card)
 
     def close(self) -> None:
         """Let another process have the state folder."""
@@ -210,7 +250,13 @@ class Client:
             # Not a refusal, which takes a line of the ledger: a server could ask for a million of them.
             raise WrongRound(f"round {plan.round} is beyond the {self.config.federation.rounds} of this run")
         return Asked(
-            plan, body.tensors, header.sequence, plan_hash(opened, self.config, self.base_sha256), message
+            plan=plan,
+            server=header.sender.key,
+            tensors=body.tensors,
+            weights=weights_of(plan, body.tensors, self.slm),
+            sequence=header.sequence,
+            hash=plan_hash(opened, self.config, self.dataset, self.base_sha256),
+            message=message,
         )
 
     def _answered(self, asked: Asked) -> bytes | None:
@@ -221,12 +267,15 @@ class Client:
             if answer.plan != asked.hash:
                 raise WrongRound(f"another plan for round {plan.round}, {plan.step}, was answered before")
             kept = self.state and self.state.answer(answer.envelope_sha256)
-            if isinstance(answer, ReleaseEntry):  # it may never have arrived: to send it is to release it
-                self._check_plan(plan)
             if not kept:
                 raise Replayed(f"the plan of round {plan.round}, {plan.step}, was answered before")
+            sealed, terms = kept
+            if isinstance(answer, ReleaseEntry):
+                self._permit_again(asked, answer, terms)
+            else:
+                self.refusals.append(PolicyRefusal(answer.reason, answer.clause))
             log.info("%s: round %d: sent the same answer again", self.identity.name, plan.round)
-            return kept
+            return sealed
         last = self.ledger.last_answer(plan.run)
         if last is not None:
             if asked.sequence <= last.plan_sequence:
@@ -237,15 +286,21 @@ class Client:
                 raise WrongRound(f"a plan for round {plan.round} came after a later one was answered")
         return None
 
-    # --- whether it may be answered
+    def _permit_again(self, asked: Asked, answer: ReleaseEntry, terms: str) -> None:
+        """An old answer may never have arrived: to send it now is to release it now."""
+        self.policy.check_running()
+        if terms != self.policy.fingerprint:
+            raise PolicyRefusal("the policy was changed since this plan was answered", "policy")
+        if answer.recipients != _parties(self._recipients(asked)):
+            raise PolicyRefusal("this plan was answered to other keys than those trusted now", "policy")
 
-    def _check_plan(self, plan: RoundPlan) -> None:
-        self.policy.check_plan(plan, self.server.fingerprint, self.base_sha256, self.dataset)
+    # --- whether it may be answered
 
     def _permit(self, asked: Asked) -> None:
         plan = asked.plan
-        self._check_plan(plan)
-        if self.ledger.interrupted(plan.run):
+        self.policy.check_plan(plan, self.server.fingerprint, self.base_sha256, self.dataset)
+        first = (plan.round, [plan.step]) == (1, steps_of_round(1, self.config)[:1])
+        if self.ledger.interrupted(plan.run, first=first):
             raise PolicyRefusal(
                 f"the ledger was restored from a copy within run {plan.run}: what was answered since is not "
                 "known; take part in a new run",
@@ -279,31 +334,24 @@ class Client:
             reason=str(refusal)[:400],
             envelope=sealed,
         )
-        self._tidy(kept)
+        if self.state is not None:
+            self.state.tidy(kept)
+        self._after = kept
         return sealed
 
     # --- what the answer is
 
-    @contextmanager
-    def _unchanged_on_failure(self) -> Iterator[None]:
-        before = self.slm.state()
-        try:
-            yield
-        except BaseException:
-            self.slm.load_state(before)
-            raise
-
     def _stop(self) -> bool:
         return self.policy.stopped() or (self.cancelled is not None and self.cancelled())
 
-    def _compute(self, asked: Asked) -> tuple[Done, list[Card]]:
-        """What answers a plan, and for whom."""
+    def _compute(self, asked: Asked) -> Done:
+        """What answers a plan.
+
+        Whether it can be computed may tell something of the rows: weights can be made to overflow on rows
+        with a certain word. So every failure is a refusal, which uses the step up and stands in the ledger;
+        an exception would let the server ask again and again.
+        """
         plan = asked.plan
-        recipients = [self.server]
-        if plan.step is Step.SHARE:
-            recipients = [self._peer(party) for party in plan.cohort if party.name != self.identity.name]
-        if not recipients:
-            raise PolicyRefusal("no peer takes part, so there is nobody to release to", "peers")
         bench = Bench(
             name=self.identity.name,
             config=self.config,
@@ -316,13 +364,29 @@ class Client:
             reader=Reader(self.identity, self.roster, self.slm, self._floor),
         )
         try:
-            done = carry_out(plan, asked.tensors, bench)
+            done = carry_out(plan, asked.tensors, asked.weights, bench)
         except Cancelled:
             self.policy.check_running()  # the kill switch is a refusal, which the server gets an answer to
             raise
+        except Exception as error:
+            # The text of an error that is not ours may quote a row.
+            why = str(error) if isinstance(error, SecureflError) else type(error).__name__
+            raise PolicyRefusal(f"round {plan.round}, {plan.step}: {why}", "computation") from None
         for peer in done.ignored:
             log.warning("%s: round %d: centroids of %s ignored", self.identity.name, plan.round, peer.name)
-        return done, recipients
+        return done
+
+    def _recipients(self, asked: Asked) -> list[Card]:
+        """The cards, as they are pinned now, that an answer is sealed to."""
+        plan = asked.plan
+        if plan.step is not Step.SHARE:
+            if self.server.fingerprint != asked.server:
+                raise UnknownSender(f"the card of {self.server.name} is another than the plan's by now")
+            return [self.server]
+        peers = [self._peer(party) for party in plan.cohort if party.name != self.identity.name]
+        if not peers:
+            raise PolicyRefusal("no peer takes part, so there is nobody to release to", "peers")
+        return peers
 
     def _peer(self, party: Party) -> Card:
         """The pinned card of a peer that a plan names; never one that the plan brought."""
@@ -340,17 +404,32 @@ class Client:
         self.policy.check_budget(self.dataset, account)
         return account
 
-    def _check_day(self, size: int) -> None:
-        self.policy.check_day(self.ledger.bytes_since(self.clock() - DAY) + size)
+    def _now(self) -> float:
+        now = float(self.clock())
+        if not 0 <= now < 2**53:  # NaN, too, is neither
+            raise UsageError("the clock gives no time since 1970 in seconds; set it right")
+        return now
 
-    def _commit(self, asked: Asked, done: Done, recipients: Sequence[Card]) -> bytes:
+    def _check_day(self, size: int) -> None:
+        self.policy.check_day(self.ledger.bytes_since(self._now() - DAY) + size)
+
+    def _commit(self, asked: Asked, done: Done) -> bytes:
         """Policy, then seal, then keep, then ledger, then out: charged before anyone can have the bytes."""
         plan, release = asked.plan, done.release
         body = encode_release(release)
+        # A training may have taken hours: what the silo's people decided meanwhile counts.
+        self._settle()
+        self._permit(asked)
+        recipients = self._recipients(asked)
         self._check(release, recipients, body)
         sealed = self._seal(body, plan, release.kind, recipients)
-        self._check_day(len(sealed))
         kept = self._keep(sealed)
+
+        def permit(account: Account) -> None:
+            # Under the ledger's lock: what another process has just charged counts too.
+            self.policy.check_budget(self.dataset, account)
+            self._check_day(len(sealed))
+
         self.ledger.append(
             run=self.run,
             round=plan.round,
@@ -359,19 +438,21 @@ class Client:
             plan_sequence=asked.sequence,
             kind=release.kind,
             recipients=_parties(recipients),
-            protection="sealed" if recipients[0] is self.server else "peer",
+            protection="peer" if plan.step is Step.SHARE else "sealed",
             envelope=sealed,
             body=body,
             dataset=self.dataset,
             claim=release.claim,
-            permit=lambda account: self.policy.check_budget(self.dataset, account),
+            permit=permit,
         )
         self.ignored.extend(done.ignored)
         if done.kept_candidate is not None:
             self.kept_candidate = done.kept_candidate
         if self.witness is not None:
             self.witness(self.identity.name, plan, release.kind, body, done.evidence)
-        self._tidy(kept)
+        if self.state is not None:
+            self.state.tidy(kept)
+        self._after = kept
         return sealed
 
     def _seal(self, body: bytes, plan: RoundPlan, kind: PayloadKind, recipients: Sequence[Card]) -> bytes:
@@ -383,7 +464,7 @@ class Client:
             recipients=_parties(recipients),
             kind=kind,
             sequence=self.ledger.next_sequence,
-            time=int(self.clock()),
+            time=int(self._now()),
         )
         return envelope.seal(body, header, self.identity, recipients)
 
@@ -394,33 +475,32 @@ class Client:
         """Whether the silo goes on from a model of its own, which no plan brings again."""
         return self.config.federation.method not in AVERAGING
 
-    def _keep(self, sealed: bytes) -> str | None:
-        """Write what a crash must not take, before the charge; gives the name that it is kept under."""
+    def _keep(self, sealed: bytes) -> str:
+        """Write what a crash must not take, before the charge; gives the SHA-256 that it is kept under."""
         if self.state is None:
-            return None
-        answer = self.state.keep_answer(sealed)
+            return hashlib.sha256(sealed).hexdigest()
+        answer = self.state.keep_answer(sealed, self.policy.fingerprint)
         if self._own_model:
             self.state.keep_model(answer, encode(PayloadKind.MODEL, {}, self.slm.state()))
         return answer
 
-    def _tidy(self, kept: str | None) -> None:
-        if self.state is not None and kept is not None:
-            self.state.tidy(kept)
-
     def _recall(self) -> None:
-        """Go on from the model that belongs to the last answer."""
+        """Go on from the model that belongs to the last answer, if that is not the one in memory."""
         last = self.ledger.last_answer(self.run)
-        if last is None or self.state is None or not self._own_model:
+        due = None if last is None else last.envelope_sha256
+        if due in (None, self._after) or not self._own_model:
             return
-        kept = self.state.model(last.envelope_sha256)
-        if kept is None:
+        assert last is not None
+        kept = self.state and self.state.model(last.envelope_sha256)
+        if not kept:
             raise UsageError(
-                f"{self.state.path}: the model of {self.identity.name} after round {last.round} is missing; "
-                "restore the folder, or take part in a new run"
+                f"the model of {self.identity.name} after round {last.round} is missing from its state "
+                "folder; restore the folder, or take part in a new run"
             )
         tensors = decode(kept).tensors
-        check_tensors(tensors, self.slm.shapes(), str(self.state.path))
+        check_tensors(tensors, self.slm.shapes(), "the state folder's model")
         self.slm.load_state(tensors)
+        self._after = due
 
 
 def _party(card: Card) -> Party:

@@ -24,6 +24,7 @@ EPSILONS = (0.001, 1000)  # outside, an epsilon is a typing error or says nothin
 _ROWS = 10**9  # more than any file that fits in memory has
 _MAX_FILE = 2**20  # bytes
 _MAX_WHERE = 100  # characters of a field's name that a message repeats
+PLACE = r"^[^\x00]+$"  # what can be a path
 _Gamma = Annotated[float, Field(ge=0, le=1e4)]
 PERMIT_EMBEDDINGS = "the tokens of these rows can be read back from what is shared"
 
@@ -215,11 +216,17 @@ class PolicyTerms(_Section):
     )
 
 
-class ClientTerms(_Section):
-    """Where one silo keeps what is its own, and with whom it works: for `securefl client` and embedding."""
+CLIENT_PLACES = ("identity", "trust", "policy", "ledger", "state")
 
-    identity: str = Field(description="Its private key file (`securefl keygen`).")
-    trust: str = Field(description="Folder of pinned cards (`securefl trust`).")
+
+class ClientTerms(_Section):
+    """Where one silo keeps what is its own, and with whom it works: for `securefl client` and embedding.
+
+    Relative paths are relative to the configuration file: a silo started elsewhere has the same ledger.
+    """
+
+    identity: str = Field(pattern=PLACE, description="Its private key file (`securefl keygen`).")
+    trust: str = Field(pattern=PLACE, description="Folder of pinned cards (`securefl trust`).")
     server: str = Field(pattern=NAME, description="Name of the server's card in it.")
     peers: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
         min_length=1,
@@ -229,9 +236,13 @@ class ClientTerms(_Section):
     )
     run: str = Field(pattern=RUN, description="The run it takes part in: 32 hex digits that all agreed on.")
     dataset: str = Field(pattern=NAME, description="What its rows are called in the policy and the ledger.")
-    policy: str = Field("policy.toml", description="Its policy file.")
-    ledger: str = Field("ledger.jsonl", description="Its ledger; made where there is none.")
-    state: str = Field("state", description="Folder for answers on their way and plans that wait; made too.")
+    policy: str = Field("policy.toml", pattern=PLACE, description="Its policy file.")
+    ledger: str = Field("ledger.jsonl", pattern=PLACE, description="Its ledger (`securefl ledger begin`).")
+    state: str = Field(
+        "state",
+        pattern=PLACE,
+        description="Folder for answers on their way and plans that wait; made if need be.",
+    )
 
 
 class Config(_Section):
@@ -304,7 +315,12 @@ def load_config(path: Path | str) -> Config:
         raise ConfigError(f"{path}: nests its values too deeply; no setting needs that") from error
     except ValueError as error:  # Python's limit on the digits of an integer
         raise ConfigError(f"{path}: holds a number of too many digits") from error
-    return parse_config(document, str(path))
+    config = parse_config(document, str(path))
+    if config.client is None:
+        return config
+    folder = path.absolute().parent
+    places = {key: str(folder / getattr(config.client, key)) for key in CLIENT_PLACES}
+    return config.model_copy(update={"client": config.client.model_copy(update=places)})
 
 
 def _default(field: FieldInfo) -> str:

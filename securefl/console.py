@@ -1,22 +1,26 @@
 """What the commands share: the applications' frame, the terminal, progress, errors as one sentence.
 
 Exit codes: 0 done, 2 bad usage or configuration, 3 refused by policy or budget, 4 protocol or verification
-failure, 1 anything else. This room knows no command and nothing of what they do.
+failure, 1 anything else. A result that cannot be written is an error (1); what is told on stderr is not the
+result, and where it cannot be written the command ends as it would have. This room knows no command and
+nothing of what they do.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import sys
+import traceback
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -77,33 +81,54 @@ def new_app(program: str, purpose: str) -> typer.Typer:
 
 
 def run_app(application: typer.Typer, program: str, arguments: list[str] | None = None) -> int:
-    """Run a typer application; every error becomes one sentence and an exit code."""
-    _open_closed_streams()
-    try:
+    """Run a typer application; every error becomes one sentence and an exit code, and none a traceback.
+
+    With SECUREFL_DEBUG=1 in the environment the traceback of a fault of our own is printed too.
+    """
+    _prepare_streams()
+    with redirect_stderr(cast("IO[str]", _Forgiving(sys.stderr))):
+        code = _run(application, program, sys.argv[1:] if arguments is None else arguments)
         try:
-            application(args=arguments, prog_name=program)
-        finally:
             sys.stdout.flush()
+        except OSError as error:
+            _drop(sys.stdout)
+            if code == 0:
+                code = 1 if isinstance(error, BrokenPipeError) else _failed(program, str(error), 1)
+    return code
+
+
+def _run(application: typer.Typer, program: str, arguments: list[str]) -> int:
+    if any("\0" in argument for argument in arguments):  # no shell can, but an embedding program
+        return _failed(program, "an argument holds a NUL character, which no name or path may have", 2)
+    try:
+        application(args=arguments, prog_name=program)
         return 0
     except SystemExit as ended:  # how the library reports its own ends, usage errors among them
         if ended.code == _INTERRUPTED:
             return _failed(program, _INTERRUPTION, 1)
-        return ended.code if isinstance(ended.code, int) else 0
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except SecureflError as error:
         return _failed(program, str(error), error.exit_code)
     except KeyboardInterrupt:
         return _failed(program, _INTERRUPTION, 1)
     except BrokenPipeError:
-        _drop_output()
         return 1
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        if error.errno == errno.ENOSPC:
-            _drop_output()
         return _failed(program, what, 2 if error.filename and error.errno in _USERS_PATH else 1)
     except MemoryError:
         return _failed(
             program, "out of memory; lower slm.max_length, slm.batch_size or the number of rows", 1
+        )
+    except Exception as error:
+        # Only its kind: what it says, and what led to it, may quote a row or a key.
+        if os.environ.get("SECUREFL_DEBUG") == "1":
+            sys.stderr.write(clean("".join(traceback.format_exception(error)), keep="\n"))
+        return _failed(
+            program,
+            f"this is a fault of securefl ({type(error).__name__}); report it, with what SECUREFL_DEBUG=1 in "
+            "the environment shows (look through that first: it may quote your files)",
+            1,
         )
 
 
@@ -112,17 +137,52 @@ def _failed(program: str, message: str, code: int) -> int:
     return code
 
 
-def _open_closed_streams() -> None:
-    """Give the standard streams that are closed a place to write to, before a file gets their number."""
+class _Forgiving:
+    """stderr that may be full or gone: what cannot be told is lost, and nothing fails by it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            _drop(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _drop(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _prepare_streams() -> None:
+    """Make the standard streams take any character, and give those that are closed a place to write to.
+
+    The latter before a file gets their number.
+    """
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - for good
+        elif name != "stdin" and isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError):  # it writes what was left in it; that fails again when it is used
+                stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_output() -> None:
+def _drop(stream: TextIO) -> None:
     """Nobody reads on: what is still buffered must not fail once more at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError):  # no file of the system's: an embedding program's own stream
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
 
 
 def clean(text: str, keep: str = "") -> str:
@@ -147,7 +207,16 @@ def say(line: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    sys.stdout.write(json_text(document) + "\n")
+    """One JSON document on stdout, as `json_text` has it; in ASCII where stdout's encoding lacks a character.
+
+    A character that the stream escapes would not be JSON.
+    """
+    text = json_text(document)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(document, indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def json_text(document: Any) -> str:

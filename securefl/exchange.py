@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from securefl.account import Account
 from securefl.crypto.identity import Card
 from securefl.errors import Refused
+from securefl.ledger import RefusalEntry, ReleaseEntry
 from securefl.messages import Party, RoundPlan
 from securefl.policy import Policy
 from securefl.release import PayloadKind, Release, Tensors
@@ -33,10 +34,14 @@ class Standing:
 
 @dataclass(frozen=True, repr=False)
 class Asked:
-    """A plan that was verified and opened. hash: what an owner approves and the ledger records."""
+    """A plan that was verified and opened. server: fingerprint of who signed it. weights: those among the
+    tensors, if any. hash: what an owner approves and the ledger records.
+    """
 
     plan: RoundPlan
+    server: str
     tensors: Tensors
+    weights: Tensors | None
     sequence: int
     hash: str
     message: bytes
@@ -46,8 +51,10 @@ class Asked:
 class Preview:
     """What would answer a plan, before anything of it happened.
 
-    release, body: None where the policy refuses the plan before anything is computed. refusals: what the
-    policy says against it. account: of the data set after it, where it could be charged.
+    answered: how this very plan was answered before, if it was; the same bytes would go out again, and what
+    is shown would leave otherwise. release, body: None where the policy refuses the plan before anything is
+    computed. refusals: everything that the policy says against it. account: of the data set after it, where
+    it could be charged.
     """
 
     plan: RoundPlan
@@ -56,4 +63,5 @@ class Preview:
     release: Release | None
     body: bytes | None
     account: Account | None
+    answered: ReleaseEntry | RefusalEntry | None
     refusals: tuple[Refused, ...]

@@ -5,6 +5,7 @@ Knows nothing of what it writes. Errors name the file and the system's reason, n
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -42,6 +43,32 @@ def _write_sibling(path: Path, data: bytes, mode: int) -> Path:
     return sibling
 
 
+def _link_nameless(path: Path, data: bytes, mode: int) -> bool:
+    """The bytes, synced, under the name `path`; False where the system cannot write a file without a name.
+
+    Raises FileExistsError.
+    """
+    if not hasattr(os, "O_TMPFILE"):
+        return False
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            handle = os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, mode, dir_fd=folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(handle)
+                # Only with a folder's handle does Python follow what /proc has for an open file (linkat).
+                os.link(f"/proc/self/fd/{handle}", path.name, dst_dir_fd=folder)
+        finally:
+            os.close(folder)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without O_TMPFILE, no /proc; any other fault shows again at the next try
+        return False
+    return True
+
+
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` by `data`; a reader, or a crash, sees the old bytes or the new ones, whole.
 
@@ -63,14 +90,16 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
 def write_new(path: Path, data: bytes, mode: int = 0o644) -> None:
     """As `write_atomic`, but never over an existing file: a hard link fails where a rename would replace.
 
+    On Linux the bytes have no name until they are whole, so that a crash leaves no draft with a key in it.
     Raises UsageError where `path` exists or cannot be written.
     """
     try:
-        sibling = _write_sibling(path, data, mode)
-        try:
-            path.hardlink_to(sibling)
-        finally:
-            sibling.unlink(missing_ok=True)
+        if not _link_nameless(path, data, mode):
+            sibling = _write_sibling(path, data, mode)
+            try:
+                path.hardlink_to(sibling)
+            finally:
+                sibling.unlink(missing_ok=True)
         sync_folder(path.parent)
     except FileExistsError as error:
         raise UsageError(f"{path}: exists already and is not overwritten; choose another place") from error
@@ -78,16 +107,41 @@ def write_new(path: Path, data: bytes, mode: int = 0o644) -> None:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
 
 
+def open_ordinary(path: Path, flags: int) -> int:
+    """A handle, closed in child processes, on an existing ordinary file. flags: as for `os.open`.
+
+    Raises OSError, for a folder, pipe or device too. Never waits: opening a pipe would, for its other end.
+    """
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not an ordinary file")
+    return handle
+
+
 def read_limited(path: Path, limit: int) -> bytes:
-    """At most `limit` bytes of a file. Raises UsageError where it cannot be read or is larger."""
+    """The bytes of an ordinary file. Raises UsageError where it cannot be read or is larger than `limit`."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_ordinary(path, os.O_RDONLY), "rb") as file:
             data = file.read(limit + 1)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
     if len(data) > limit:
         raise UsageError(f"{path}: is larger than the {limit} bytes that such a file may have")
     return data
+
+
+def make_folder(path: Path, mode: int = 0o700) -> None:
+    """Make a folder and what is missing above it, each with `mode`, also under a umask that forbids nothing.
+
+    Those that are there stay as they are. Raises UsageError where it cannot be made.
+    """
+    whole = path.absolute()
+    try:
+        for folder in (*reversed(whole.parents), whole):
+            folder.mkdir(mode, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be made ({error.strerror}); choose another place") from error
 
 
 def check_out(path: Path, *, file: bool = False) -> Path:

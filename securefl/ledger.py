@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
@@ -30,8 +31,10 @@ from securefl._ledger_chain import (
     content_after,
     read_chain,
 )
-from securefl._ledger_files import head_lags, lines_of, locked, read_locked
+from securefl._ledger_files import MODE, crash_notes, head_lags, lines_of, locked, read_locked, require_name
+from securefl._ledger_files import LedgerSummary as LedgerSummary
 from securefl._ledger_files import head_path as head_path
+from securefl._ledger_files import verify_ledger as verify_ledger
 from securefl._ledger_lines import (
     HEAD_CONTEXT,
     MAX_LINE,
@@ -42,12 +45,13 @@ from securefl._ledger_lines import (
     Point,
     entry_line,
     parse_head,
+    require_signature,
     sign_consent,
 )
 from securefl._ledger_lines import ApprovalEntry as ApprovalEntry
 from securefl._ledger_lines import RefusalEntry as RefusalEntry
 from securefl._ledger_lines import ReleaseEntry as ReleaseEntry
-from securefl.account import Account, only_account
+from securefl.account import Account
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import BudgetExceeded, LedgerCorrupt, Refused, UsageError
 from securefl.files import read_limited, write_atomic, write_new
@@ -57,76 +61,29 @@ from securefl.release import GaussianSums, NonPrivate, PayloadKind
 _BLOCK = 2**20
 
 
-@dataclass(frozen=True)
-class LedgerSummary:
-    """A ledger that verified: whose it is, what it says in order, the accounts, the hash of its last line.
-
-    fingerprint: of the card that signs now. entries counts every line, the genesis line too. restored: from a
-    copy, and not confirmed. notes: what a crash left behind, if anything.
-    """
-
-    name: str
-    fingerprint: str
-    entries: int
-    releases: tuple[ReleaseEntry, ...]
-    refusals: tuple[RefusalEntry, ...]
-    approvals: tuple[ApprovalEntry, ...]
-    accounts: Mapping[str, Account]
-    restored: bool
-    head_hash: str
-    notes: tuple[str, ...] = ()
-
-    @property
-    def account(self) -> Account:
-        """Of its one data set, or empty. Raises UsageError where it has several."""
-        return only_account(self.accounts)
-
-
-def summary_of(chain: Chain, torn: bool = False, lags: bool = False) -> LedgerSummary:
-    """A chain as a summary."""
-    notes = []
-    if lags:
-        notes.append("the head record is one entry behind, as a crash leaves it; that entry verifies")
-    if torn:
-        notes.append("the last line broke off while it was written and is not counted; nothing left for it")
-    tip = chain.tip
-    return LedgerSummary(
-        name=tip.card.name,
-        fingerprint=tip.card.fingerprint,
-        entries=tip.index + 1,
-        releases=tuple(chain.releases),
-        refusals=tuple(chain.refusals),
-        approvals=tuple(chain.approvals.values()),
-        accounts=MappingProxyType(dict(tip.accounts)),
-        restored=tip.restored,
-        head_hash=tip.hash,
-        notes=tuple(notes),
-    )
-
-
-def verify_ledger(path: Path, card: Card | None = None) -> LedgerSummary:
-    """Check every line, the chain, the signatures, the accounts and the head record; change nothing.
-
-    card: who must hold its keys now; without it the ledger only proves to be that of the cards inside it.
-    Raises LedgerCorrupt naming file and line of the first fault, UsageError where the file cannot be read.
-    """
-    with locked(path, writing=False) as file:
-        return summary_of(*read_locked(path, file, card))
-
-
-# --- writing
-
-
 class Ledger:
-    """A silo's own ledger, open for appending. Made by `create` or `open`.
+    """A silo's own ledger, open for appending; made by `create` or `open`. Or for reading alone, by `look`.
 
     Several processes may append by turns: each append first reads and verifies what the others wrote, under a
     lock on the file. What this object answers is as of its last `open`, `refresh` or append. Every method
     that reads the file raises LedgerCorrupt where it was changed, and UsageError where it cannot be read.
+
+    notes: what a crash left behind, where `look` found it and so did not repair it.
     """
 
-    def __init__(self, path: Path, identity: Identity, chain: Chain, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        identity: Identity,
+        chain: Chain,
+        clock: Callable[[], float],
+        *,
+        notes: tuple[str, ...] = (),
+        looking: bool = False,
+    ) -> None:
         self.path = path
+        self.notes = notes
+        self._looking = looking
         self._identity = identity
         self._chain = chain
         self._clock = clock
@@ -139,13 +96,18 @@ class Ledger:
         """Begin a ledger. Raises UsageError where the file exists, or is gone and its head record says so.
 
         The head is written first: a crash between the two leaves one of no releases, which is begun again.
+        Both files are for their owner alone (mode 0600).
         """
-        where, fresh = head_path(path), not os.path.lexists(path)
-        if fresh and where.exists():
+        require_name(path)
+        if os.path.lexists(path):
+            raise UsageError(f"{path}: exists already and is not overwritten; choose another place")
+        write, where = write_new, head_path(path)
+        if where.exists():
             head, document = parse_head(str(where), read_limited(where, MAX_LINE))
-            document.verify(identity.card, HEAD_CONTEXT)
+            require_signature(str(where), document, identity.card, HEAD_CONTEXT)
             if head.index:
                 raise UsageError(f"{path}: is missing, but had {head.index + 1} lines by {where}; restore it")
+            write = write_atomic
         genesis = {
             "version": VERSION,
             "entry": "genesis",
@@ -155,11 +117,10 @@ class Ledger:
             "previous": None,
         }
         line = entry_line(genesis, identity)
-        ledger = cls(path, identity, begin(f"{path}: line 1", line), clock)
-        if fresh:
-            ledger._write_head(ledger._chain.tip.head(identity))
-        write_new(path, line)
-        return ledger
+        chain = begin(f"{path}: line 1", line)
+        write(where, chain.tip.head(identity), MODE)
+        write_new(path, line, MODE)
+        return cls(path, identity, chain, clock)
 
     @classmethod
     def open(cls, path: Path, identity: Identity, clock: Callable[[], float] = time.time) -> Ledger:
@@ -173,10 +134,25 @@ class Ledger:
             ledger._repair(file, torn, lags)
         return ledger
 
+    @classmethod
+    def look(cls, path: Path, identity: Identity, clock: Callable[[], float] = time.time) -> Ledger:
+        """As `open`, for reading alone: nothing is repaired, and whatever would append raises UsageError.
+
+        So does `refresh`. A torn line or a lagging head is in `notes`.
+        """
+        with locked(path, writing=False) as file:
+            chain, torn, lags = read_locked(path, file, identity.card)
+        return cls(path, identity, chain, clock, notes=crash_notes(torn, lags), looking=True)
+
     def refresh(self) -> None:
         """Read and verify what other processes have appended since."""
-        with locked(self.path, writing=True) as file:
+        with self._locked() as file:
             self._catch_up(file)
+
+    def _locked(self) -> AbstractContextManager[BinaryIO]:
+        if self._looking:
+            raise UsageError(f"{self.path}: was opened to look at it only")
+        return locked(self.path, writing=True)
 
     def _catch_up(self, file: BinaryIO) -> None:
         """Follow the lines that others wrote, after making sure that those known are still the same."""
@@ -197,7 +173,7 @@ class Ledger:
             os.fsync(file.fileno())
         # Only the present keys can sign the head, and this object may have been opened with earlier ones.
         if lags and self._identity.card == self._chain.tip.card:
-            self._write_head(self._chain.tip.head(self._identity))
+            self._write_head(file, self._chain.tip.head(self._identity))
 
     # --- what it answers
 
@@ -236,13 +212,21 @@ class Ledger:
         """Whether it was restored from a copy and is not confirmed."""
         return self._chain.tip.restored
 
-    def interrupted(self, run: str) -> bool:
-        """Whether it was restored from a copy in the middle of a run.
+    def interrupted(self, run: str, *, first: bool) -> bool:
+        """Whether it was restored from a copy in the middle of a run, as far as it can know.
 
-        What was answered in that run after the copy was made is not known and might be answered differently.
+        What was answered in that run after the copy was made is lost and might be answered differently.
+        first: a plan for the first step of the run is to be answered. For any other, a ledger that was ever
+        restored and has released nothing in the run since may have lost all its answers there, so a silo
+        with such a ledger joins a run at its first step alone. A refusal counts for nothing: that of an
+        interrupted run is one. What remains: a server that asks for the first step once more, after the
+        answer was lost with the ledger, gets a second one, charged like any other.
         """
-        last = self.last_answer(run)
-        return last is not None and last.index < self._chain.restored_at
+        answers = [answer for answer in self._chain.answers.values() if answer.run == run]
+        if any(answer.index < self._chain.restored_at for answer in answers):
+            return True
+        begun = any(isinstance(answer, ReleaseEntry) for answer in answers)
+        return self._chain.restored_at > 0 and not begun and not first
 
     @property
     def unconfirmed(self) -> Restore | None:
@@ -422,7 +406,7 @@ class Ledger:
     ) -> Entry:
         """Write a line and then the head. fields: from the chain as it is under the lock."""
         chain = self._chain
-        with locked(self.path, writing=True) as file:
+        with self._locked() as file:
             self._catch_up(file)
             if self._identity.card != chain.tip.card:
                 raise UsageError(f"{self.path}: has new keys since it was opened; open it with those")
@@ -436,7 +420,7 @@ class Ledger:
             self._write(file.fileno(), link.line)
             chain.add(link)
             self._identity = successor or self._identity
-            self._write_head(head)
+            self._write_head(file, head)
         return link.entry
 
     def _write(self, handle: int, line: bytes) -> None:
@@ -452,5 +436,21 @@ class Ledger:
         except OSError as error:
             raise UsageError(f"{self.path}: cannot be written ({error.strerror})") from error
 
-    def _write_head(self, data: bytes) -> None:
-        write_atomic(head_path(self.path), data)
+    def _write_head(self, file: BinaryIO, data: bytes) -> None:
+        # As the ledger itself: who let an auditor's group read it has not let them read half of it.
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        write_atomic(head_path(self.path), data, mode & 0o666)
+
+
+def rotate_ledger(path: Path, old: Identity, new: Identity, clock: Callable[[], float] = time.time) -> bool:
+    """Go on with the ledger of `old` under the keys `new`; False where that was done before.
+
+    After a crash the same call finishes what is missing. Raises as `Ledger.open` and `Ledger.rotate`.
+    """
+    with locked(path, writing=False) as file:
+        chain, _, _ = read_locked(path, file, None)
+    if chain.tip.card == new.card and old.card in chain.cards[:-1]:
+        Ledger.open(path, new, clock)  # the head may still be that of the old keys
+        return False
+    Ledger.open(path, old, clock).rotate(new)
+    return True

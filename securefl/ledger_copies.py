@@ -1,12 +1,13 @@
 """A ledger's copy elsewhere, and the way back from it: export, restore, confirm.
 
 A copy is one file: a line of canonical JSON, {"format": "securefl.ledger-copy/1", "head": the head record},
-and then the ledger's own lines, byte for byte. It proves itself as the ledger does.
+and then the ledger's own lines, byte for byte. It proves itself as the ledger does, and has its mode (0600).
 
 What left after a copy was made is not in it. So a restored ledger counts the whole ceiling as spent: it takes
 no private release until it is confirmed, by a head record that the owner kept (its accounts are those of a
 later moment), or by the server's receipt for the last release of the copy (nothing has left since). Both are
-believed to be the newest there is; that, only the owner can know.
+believed to be the newest there is; that, only the owner can know. Where one copy is restored several times, a
+head record of one of the ledgers made of it, confirmed in its turn, confirms the next.
 """
 
 from __future__ import annotations
@@ -15,15 +16,35 @@ import io
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from securefl._ledger_chain import Chain, Restore, check, check_head, content_after, read_chain, require_card
-from securefl._ledger_files import head_path, lines_of, locked, read_locked
+from securefl._ledger_chain import (
+    Chain,
+    Restore,
+    Tip,
+    check,
+    check_head,
+    content_after,
+    read_chain,
+    require_card,
+)
+from securefl._ledger_files import (
+    MODE,
+    LedgerSummary,
+    head_path,
+    lines_of,
+    locked,
+    read_locked,
+    require_name,
+    summary_of,
+    verify_ledger,
+)
 from securefl._ledger_lines import HEAD_CONTEXT, MAX_LINE, Point, entry_line, parse_head
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import BadSignature, LedgerCorrupt, Refused, UsageError
-from securefl.files import read_limited, write_new
-from securefl.ledger import Ledger, LedgerSummary, summary_of, verify_ledger
+from securefl.files import read_limited, write_atomic, write_new
+from securefl.ledger import Ledger
 from securefl.receipt import MAX_RECEIPT, Receipt, read_receipt
 from securefl.release import canonical_json, parse_json
 
@@ -44,7 +65,7 @@ def export_ledger(path: Path, out: Path) -> LedgerSummary:
         file.seek(0)
         lines = file.read(chain.size)
     first = canonical_json({"format": _FORMAT, "head": parse_json(head)}) + b"\n"
-    write_new(out, first + lines)
+    write_new(out, first + lines, MODE)
     return summary_of(chain, torn, lags)
 
 
@@ -75,20 +96,38 @@ def restore_ledger(
 ) -> LedgerSummary:
     """Verify a copy and make a ledger of it at `path`, with a `restored` line; see `confirm_ledger`.
 
-    identity: whose keys the copy's last line is under. Raises LedgerCorrupt, or UsageError where `path` or
-    the head record beside it exists: a newer head record is what may confirm the restored ledger.
+    identity: whose keys the copy's last line is under. The head record is written first: after a crash the
+    same call takes its place. Raises LedgerCorrupt, or UsageError where `path` or any other head record
+    beside it exists: a newer one is what may confirm the restored ledger.
     """
-    for place in (path, head_path(path)):
-        if os.path.lexists(place):
-            raise UsageError(f"{place}: exists already and is not overwritten; move it away and keep it")
+    require_name(path)
+    where, taken = head_path(path), "exists already and is not overwritten; move it away and keep it"
+    if os.path.lexists(path):
+        raise UsageError(f"{path}: {taken}")
     chain, lines = _read_copy(copy)
     require_card(copy, identity.card, chain, 2)
     head = Point(index=chain.tip.index, hash=chain.tip.hash).model_dump()
     content = content_after(chain.tip, "restored", float(clock()), head=head)
     link = check(f"{path}: line {chain.tip.index + 2}", entry_line(content, identity), chain)
-    write_new(path, lines + link.line)
-    write_new(head_path(path), link.tip.head(identity))
+    write = write_new
+    if os.path.lexists(where):
+        if not _is_of_such_a_restore(where, link.tip, identity):
+            raise UsageError(f"{where}: {taken}")
+        write = write_atomic
+    write(where, link.tip.head(identity), MODE)
+    write_new(path, lines + link.line, MODE)
     return verify_ledger(path, identity.card)
+
+
+def _is_of_such_a_restore(where: Path, tip: Tip, identity: Identity) -> bool:
+    """Whether a head record is that of `tip`, the `restored` line, made at another time: it says no more."""
+    try:
+        head, document = parse_head(str(where), read_limited(where, MAX_LINE))
+        document.verify(identity.card, HEAD_CONTEXT)
+    except (UsageError, LedgerCorrupt, BadSignature):
+        return False
+    history = (*tip.history[:-1], Point(index=tip.index, hash=head.hash))
+    return replace(tip, hash=head.hash, time=head.time, history=history).agrees(head)
 
 
 def confirm_ledger(
@@ -101,8 +140,9 @@ def confirm_ledger(
 ) -> LedgerSummary:
     """Lift a restore by what shows how much had left: a head record, or the receipt of `server`.
 
-    head: signed by this ledger's keys, no older than the copy, and of the history that the copy is from; its
-    accounts become the ledger's, and what left since the restore is added. receipt: for the last release in
+    head: signed by this ledger's keys, no older than the copy, and of the ledger that the copy is from or one
+    that was restored from that, at the copy's end or later; its accounts become this ledger's, and what left
+    since the restore is added. receipt: for the last release in
     the copy. Raises Refused where either shows too little, BadSignature or LedgerCorrupt where it does not
     verify, UsageError for anything but one of the two.
     """
@@ -134,14 +174,26 @@ def _by_head(ledger: Ledger, restore: Restore, where: Path) -> None:
         except BadSignature:
             continue
     else:
-        raise LedgerCorrupt(f"{where}: the signature does not hold, or is not by the keys of this ledger")
+        raise LedgerCorrupt(
+            f"{where}: the signature does not hold, or is not by the keys of this ledger; if it is by newer "
+            "ones, go on under those first (securefl ledger rotate)"
+        )
     copy = restore.copy
-    if head.history != copy.history:
-        raise Refused(f"{where}: is of another ledger than the one that the copy was made from")
+    shared, later = head.history[: len(copy.history)], head.history[len(copy.history) :]
+    if shared != copy.history:
+        raise Refused(
+            f"{where}: is of another ledger than the one that the copy was made from, or of one that was "
+            "restored from an older copy of it"
+        )
+    if later and later[0].index <= copy.index:
+        raise Refused(
+            f"{where}: is of a ledger that was restored from an older copy (as entry {later[0].index}, this "
+            f"copy ends with {copy.index}) and may not know all that this one holds; restore the older one"
+        )
     if head.restored:
         raise Refused(
-            f"{where}: is from before an earlier restore was confirmed, so its accounts are not whole; give "
-            "a newer one"
+            f"{where}: is of a ledger that was restored and not yet confirmed, so its accounts are not "
+            "whole; give a newer one"
         )
     if head.index < copy.index:
         raise Refused(

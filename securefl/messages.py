@@ -7,7 +7,7 @@ and `client`. Nothing here holds text or keys.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -82,11 +82,11 @@ class RoundPlan(_Message):
     round: int = Field(ge=1, le=1_000_000)
     rounds: int = Field(ge=1, le=1_000_000)
     step: Step
-    method: str
+    method: str = Field(pattern=r"^[a-z-]{1,32}$")
     cohort: tuple[Party, ...] = Field(min_length=1, max_length=256)
     protection: Literal["sealed"] = "sealed"
     model: str | None = Field(default=None, pattern=FINGERPRINT)
-    relayed: tuple[str, ...] = ()
+    relayed: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(default=(), max_length=256)
     epochs: int = Field(ge=0, le=10_000)
     fedkc: FedKcTerms | None = None
     answer: PayloadKind

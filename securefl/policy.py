@@ -7,11 +7,13 @@ acted on and again before anything is sealed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -19,13 +21,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from securefl.account import Account
-from securefl.config import PERMIT_EMBEDDINGS, Config
+from securefl.config import PERMIT_EMBEDDINGS, PLACE, Config
 from securefl.crypto.keyfiles import check_guarded
 from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal, UsageError
 from securefl.files import write_atomic
 from securefl.messages import FINGERPRINT, NAME, Party, RoundPlan
 from securefl.privacy import calibrate_centroids, gaussian_epsilon
-from securefl.release import GaussianSums, Limits, NonPrivate, PayloadKind, Release
+from securefl.release import GaussianSums, Limits, NonPrivate, PayloadKind, Release, canonical_json
 
 _CENTROIDS = (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS)
 _MAX_FILE = 2**20
@@ -57,20 +59,34 @@ class Policy(BaseModel):
     simulation: bool = Field(
         False, description="Permit noise from a seed. It protects nobody: for simulations only."
     )
-    servers: tuple[Fingerprint, ...] = Field((), description="Fingerprints of the servers it works with.")
-    peers: tuple[Fingerprint, ...] = Field((), description="Fingerprints of the silos it shares with.")
-    base_models: tuple[Fingerprint, ...] = Field(
-        (), description="SHA-256 of the public checkpoints it may train."
+    servers: tuple[Fingerprint, ...] = Field(
+        (), description="Fingerprints of the servers it works with: 64 hex digits (`securefl inspect CARD`)."
     )
-    kinds: tuple[PayloadKind, ...] = Field((), description="Kinds of payload that may leave.")
+    peers: tuple[Fingerprint, ...] = Field(
+        (), description="Fingerprints of the silos that may read its centroids (FedKC only)."
+    )
+    base_models: tuple[Fingerprint, ...] = Field(
+        (), description="SHA-256 of the public checkpoints it may train (`securefl inspect FOLDER`)."
+    )
+    kinds: tuple[PayloadKind, ...] = Field(
+        (),
+        description="Kinds of payload that may leave, of: model, metrics, centroids, embedding-centroids. "
+        "Every method needs model and metrics (without metrics no accuracy is told), FedKC centroids too.",
+    )
     nonprivate: tuple[PayloadKind, ...] = Field(
-        (), description="Of these, the kinds that may leave without differential privacy."
+        (),
+        description="Of these, the kinds that may leave without differential privacy; model and metrics "
+        "always do in this version.",
     )
     model_protections: tuple[Literal["sealed", "masked", "ckks"], ...] = Field(
-        (), description="How models may be protected; `sealed`: the server reads them."
+        (),
+        description="How models may be protected, of: sealed (the server reads them), masked, ckks (neither "
+        "in this version).",
     )
     centroid_protections: tuple[Literal["peer", "sealed"], ...] = Field(
-        (), description="How centroids may be protected; `peer`: the other silos read them."
+        (),
+        description="How centroids may be protected, of: peer (the other silos read them), sealed (not "
+        "in this version).",
     )
     min_cluster_size: int | None = Field(
         None, ge=1, description="Rows that every centroid without noise stands for, at least."
@@ -87,7 +103,11 @@ class Policy(BaseModel):
         description="Needed, word for word, for centroids of the embedding layer without noise: "
         f'"{PERMIT_EMBEDDINGS}".',
     )
-    max_release_bytes: int | None = Field(None, ge=1, description="Largest body of one release, in bytes.")
+    max_release_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Largest body of one release, in bytes; the weights of all-MiniLM-L6-v2 take 43 million.",
+    )
     max_bytes_per_day: int | None = Field(
         None, ge=1, description="Sealed bytes of all releases within any 24 hours, by the ledger."
     )
@@ -101,11 +121,13 @@ class Policy(BaseModel):
     )
     kill_switch: str | None = Field(
         None,
+        pattern=PLACE,
         description="While this file exists nothing leaves; relative to the policy; unset: STOP beside it.",
     )
     datasets: dict[DataSet, Ceiling] = Field(
         default={},
-        description="Its data sets, and the epsilon and delta that all private releases of each may reach.",
+        description="Its data sets, by the name in the client's configuration, and the epsilon and delta "
+        "that all private releases of each may reach over its life.",
     )
 
     @field_validator("kinds", "nonprivate")
@@ -116,6 +138,11 @@ class Policy(BaseModel):
         return kinds
 
     # --- the file
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over all clauses."""
+        return hashlib.sha256(canonical_json(self.model_dump(mode="json"))).hexdigest()
 
     @classmethod
     def load(cls, path: Path) -> Policy:
@@ -154,7 +181,7 @@ class Policy(BaseModel):
             if isinstance(value, dict):  # the tables, which TOML wants last
                 lines += ["", f"# {field.description}"]
                 if not value:
-                    lines += [f"# [{clause}.NAME]", "# max_epsilon = (unset)", "# delta = (unset)"]
+                    lines += [f"# [{clause}.letters-2026]", "# max_epsilon = 3.0", "# delta = 1e-6"]
                 for name, ceiling in value.items():
                     lines += [f"[{clause}.{json.dumps(name)}]"]
                     lines += [f"{key} = {json.dumps(part)}" for key, part in ceiling.items()]
@@ -174,8 +201,11 @@ class Policy(BaseModel):
 
     # --- decisions
 
+    def _refusal(self, clause: str, why: str) -> PolicyRefusal:
+        return PolicyRefusal(f"the policy of {self.name} forbids it: {clause}: {why}", clause)
+
     def _refuse(self, clause: str, why: str) -> NoReturn:
-        raise PolicyRefusal(f"the policy of {self.name} forbids it: {clause}: {why}", clause)
+        raise self._refusal(clause, why)
 
     def stopped(self) -> bool:
         """Whether the kill switch is thrown. Where that cannot be told, it is."""
@@ -202,19 +232,41 @@ class Policy(BaseModel):
         server_fingerprint: whose signature the plan carries. base_sha256: of the checkpoint that this silo
         trains; dataset: on which rows. Raises PolicyRefusal.
         """
-        self.check_running()
-        if self.approval is None:
-            self._refuse("approval", "is not set, so nobody has said who approves a plan")
-        if dataset not in self.datasets:
-            self._refuse("datasets", f"{dataset} is not listed")
-        if server_fingerprint not in self.servers:
-            self._refuse("servers", f"the server {server_fingerprint[:16]} is not listed")
-        if base_sha256 not in self.base_models:
-            self._refuse("base_models", f"the checkpoint {base_sha256[:16]} is not listed")
-        self._check_kind(plan.answer)
-        self._check_protection(plan.answer, "peer" if plan.answer in _CENTROIDS else plan.protection)
-        if plan.answer in _CENTROIDS:
-            self._check_peers([party for party in plan.cohort if party.name != self.name])
+        for refusal in self.plan_refusals(plan, server_fingerprint, base_sha256, dataset):
+            raise refusal
+
+    def plan_refusals(
+        self, plan: RoundPlan, server_fingerprint: str, base_sha256: str, dataset: str
+    ) -> Iterator[PolicyRefusal]:
+        """Everything that this policy says against a plan, each clause by itself; see `check_plan`."""
+        peers = [party for party in plan.cohort if party.name != self.name]
+        shares = plan.answer in _CENTROIDS
+        for clause, against in (
+            ("kill_switch", self.stopped() and f"{self.kill_switch} is there, or cannot be looked for"),
+            ("approval", self.approval is None and "is not set, so nobody has said who approves a plan"),
+            ("datasets", dataset not in self.datasets and f"{dataset} is not listed"),
+            (
+                "servers",
+                server_fingerprint not in self.servers
+                and f"the server {server_fingerprint[:16]} is not listed",
+            ),
+            (
+                "base_models",
+                base_sha256 not in self.base_models and f"the checkpoint {base_sha256[:16]} is not listed",
+            ),
+        ):
+            if against:
+                yield self._refusal(clause, against)
+        protection = "peer" if shares else plan.protection
+        for check in (
+            partial(self._check_kind, plan.answer),
+            partial(self._check_protection, plan.answer, protection),
+            partial(self._check_peers, peers if shares else []),
+        ):
+            try:
+                check()
+            except PolicyRefusal as refusal:
+                yield refusal
 
     def check_release(self, release: Release, recipients: Sequence[Party], size: int) -> None:
         """Whether a release may leave to these recipients; size: of its body, in bytes. PolicyRefusal."""
@@ -321,11 +373,17 @@ class Policy(BaseModel):
 def _read_own(path: Path) -> bytes:
     """The bytes of a file that nobody but its owner can write; checked on the open file, not on its name."""
     try:
-        with path.open("rb") as file:
+        # Opening a pipe would wait for its writer without O_NONBLOCK.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb") as file:
             check_guarded(os.fstat(file.fileno()), str(path), "a policy", private=False)
+            # Whoever can write to the folder can put another policy there, or take the kill switch away.
+            folder = path.parent
+            check_guarded(folder.stat(), str(folder), "the folder of a policy", private=False, folder=True)
             data = file.read(_MAX_FILE + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no path"
+        raise UsageError(f"{path!s}: cannot be read ({reason})") from error
     if len(data) > _MAX_FILE:
         raise UsageError(f"{path}: is larger than the {_MAX_FILE} bytes that a policy may have")
     return data

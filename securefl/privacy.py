@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -116,19 +116,30 @@ def calibrate_centroids(terms: CentroidPrivacy, clip: float, releases: int) -> C
 
 @dataclass(frozen=True, repr=False)
 class Noise:
-    """A source of Gaussian noise and how to name it in a claim."""
+    """Where the noise of private releases comes from, and how a claim names it.
 
-    generator: np.random.Generator
+    draw: gives the generator for one release; asked anew for each.
+    """
+
+    draw: Callable[[], np.random.Generator]
     name: str
     simulated: bool
 
 
 def noise_source(seed: int | None) -> Noise:
-    """Noise from the operating system's entropy, or from a seed, which marks every claim `simulated`."""
+    """Noise from the operating system's entropy, or from a seed, which marks every claim `simulated`.
+
+    Without a seed every release has 256 fresh bits: a process that forks, or a machine that is resumed from a
+    snapshot, must not draw the same noise twice, since the difference of two releases would be exact.
+    """
     if seed is None:
-        fresh = np.random.SeedSequence(secrets.randbits(256))
-        return Noise(np.random.Generator(np.random.Philox(fresh)), "philox4x64, 256 bits from the OS", False)
-    return Noise(np.random.Generator(np.random.Philox(seed)), "philox4x64 from a seed", True)
+
+        def fresh() -> np.random.Generator:
+            return np.random.Generator(np.random.Philox(np.random.SeedSequence(secrets.randbits(256))))
+
+        return Noise(fresh, "philox4x64, 256 bits from the OS", False)
+    generator = np.random.Generator(np.random.Philox(seed))
+    return Noise(lambda: generator, "philox4x64 from a seed", True)
 
 
 def release_model(result: LocalResult, info: Mapping[str, Any]) -> Release:
@@ -228,7 +239,7 @@ def release_noisy_sums(
     """
     vectors = clip_rows(local.tensors["vectors"], mechanism.clip)
     predictions = _simplex_rows(local.tensors["predictions"])
-    draw = noise.generator
+    draw = noise.draw()
     sums = _sums(vectors, assignment, clusters)
     sums = sums + draw.normal(0, mechanism.clip * mechanism.noise_multiplier, sums.shape)
     counts = np.bincount(assignment, minlength=clusters) + draw.normal(

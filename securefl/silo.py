@@ -6,7 +6,6 @@ policy's matter, what left is the ledger's.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from securefl.config import ClientTerms, Config
 from securefl.crypto.identity import Identity
 from securefl.crypto.trust import TrustStore
 from securefl.data import load_silo
-from securefl.errors import ConfigError, UsageError
+from securefl.errors import ConfigError, UnknownSender, UsageError
 from securefl.exchange import Standing
 from securefl.ledger import Ledger
 from securefl.local import SiloData, starting_slm
@@ -24,8 +23,6 @@ from securefl.models import base_fingerprint
 from securefl.policy import Policy
 from securefl.privacy import noise_source
 from securefl.state import StateFolder
-
-log = logging.getLogger(__name__)
 
 
 def client_terms(config: Config) -> ClientTerms:
@@ -43,7 +40,7 @@ def open_client(
     clock: Callable[[], float] = time.time,
     preview: bool = False,
 ) -> Client:
-    """The client that `[client]` describes; its ledger and state folder are made where there are none.
+    """The client that `[client]` describes. Its ledger must be there: one that is lost is not begun anew.
 
     identity: the silo's keys, loaded by the caller, who alone knows where its passphrase comes from.
     cancelled: asked between training steps. preview: for `Client.preview` only, beside the running client.
@@ -59,11 +56,20 @@ def open_client(
 
     if {identity.name, terms.server} & set(terms.peers) or identity.name == terms.server:
         raise ConfigError("client.peers: names this silo or the server; list the other silos")
-    now = standing()
+    try:
+        now = standing()
+    except UnknownSender as error:  # here it is the configuration that names somebody unknown
+        raise ConfigError(f"client: {error}") from error
     labels, train, validation = load_silo(config)
     name = _own_model(config)
     slm, base = starting_slm(name, labels, config), base_fingerprint(name)
-    ledger = _ledger(Path(terms.ledger), Path(terms.state), identity, clock, preview)
+    path = Path(terms.ledger)
+    if not path.exists():
+        raise UsageError(
+            f"{path}: there is no ledger; `securefl ledger begin` makes a silo's first, and "
+            "`securefl ledger restore` brings one back that was lost"
+        )
+    ledger = (Ledger.look if preview else Ledger.open)(path, identity, clock)
     state = StateFolder(Path(terms.state), look=preview)
     try:
         return Client(
@@ -93,16 +99,3 @@ def _own_model(config: Config) -> str:
     if len(config.slm.models) != 1:
         raise ConfigError("slm.models: names several models; a client trains one, its own")
     return config.slm.models[0]
-
-
-def _ledger(path: Path, state: Path, identity: Identity, clock: Callable[[], float], preview: bool) -> Ledger:
-    if path.exists():
-        return Ledger.open(path, identity, clock)
-    if state.exists() and any(state.iterdir()):
-        raise UsageError(
-            f"{path}: is missing, though {state} was in use; restore it from a copy (securefl ledger restore)"
-        )
-    if preview:
-        raise UsageError(f"{path}: is missing; the client makes it when it first runs")
-    log.info("%s: new ledger", path)
-    return Ledger.create(path, identity, clock)

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from securefl.errors import UsageError
@@ -61,19 +62,23 @@ class StateFolder:
 
     # --- answers
 
-    def keep_answer(self, envelope: bytes) -> str:
-        """Write an answer before it is charged; gives its SHA-256 (hex), by which it is found again."""
+    def keep_answer(self, envelope: bytes, terms: str) -> str:
+        """Write an answer before it is charged; gives its SHA-256 (hex), by which it is found again.
+
+        terms: fingerprint (hex) of the policy that permitted it.
+        """
         sha256 = hashlib.sha256(envelope).hexdigest()
-        write_atomic(self._file(sha256, _ANSWER), envelope, 0o600)
+        write_atomic(self._file(sha256, _ANSWER), bytes.fromhex(terms) + envelope, 0o600)
         return sha256
 
-    def answer(self, sha256: str) -> bytes | None:
-        """The bytes of that hash, or None where they are not here or are not whole."""
+    def answer(self, sha256: str) -> tuple[bytes, str] | None:
+        """The bytes of that hash and their terms, or None where they are not here or are not whole."""
         path = self._file(sha256, _ANSWER)
         if not path.is_file():
             return None
         data = read_limited(path, _MAX_FILE)
-        return data if hashlib.sha256(data).hexdigest() == sha256 else None
+        terms, envelope = data[:32].hex(), data[32:]
+        return (envelope, terms) if hashlib.sha256(envelope).hexdigest() == sha256 else None
 
     # --- the silo's own model, for methods whose plans bring none
 
@@ -98,9 +103,10 @@ class StateFolder:
     # --- tidying
 
     def tidy(self, answer: str) -> None:
-        """Forget what the charged answer of that hash has made old."""
-        self._forget((_ANSWER, _MODEL), {answer})
-        self._forget((_PLAN,), set())
+        """Forget what the charged answer of that hash has made old; what cannot be removed stays."""
+        with suppress(OSError):
+            self._forget((_ANSWER, _MODEL), {answer})
+            self._forget((_PLAN,), set())
 
     def _forget(self, suffixes: tuple[str, ...], keep: Iterable[str]) -> None:
         for path in self.path.iterdir():

@@ -55,13 +55,13 @@ class Done:
     kept_candidate: bool | None = None
 
 
-def carry_out(plan: RoundPlan, tensors: Tensors, bench: Bench) -> Done:
-    """Do what a plan asks, on the bench's own model. tensors: what came with the plan.
+def carry_out(plan: RoundPlan, tensors: Tensors, received: Tensors | None, bench: Bench) -> Done:
+    """Do what a plan asks, on the bench's own model. tensors: what came with the plan; received: of these,
+    the weights (`weights_of`).
 
-    Raises WrongShape or NonFiniteUpdate for weights that do not fit, MalformedEnvelope for a plan that
-    contradicts itself, Cancelled where `stop` said so; the model may then be half trained.
+    What fails here may depend on the rows, so a caller must treat every failure alike. Raises Cancelled where
+    `stop` said so; the model may then be half trained.
     """
-    received = _received(plan, tensors, bench.slm)
     if received is not None and plan.step is not Step.CANDIDATE:
         bench.slm.load_state(received)
     match plan.step:
@@ -75,8 +75,11 @@ def carry_out(plan: RoundPlan, tensors: Tensors, bench: Bench) -> Done:
             return _finish(plan, bench)
 
 
-def _received(plan: RoundPlan, tensors: Tensors, slm: Slm) -> Tensors | None:
-    """The weights that came with a plan, if it names any; nothing else may have come but what is relayed."""
+def weights_of(plan: RoundPlan, tensors: Tensors, slm: Slm) -> Tensors | None:
+    """The weights that came with a plan, if it names any; nothing else may have come but what is relayed.
+
+    Looks at no row. Raises PayloadError, WrongShape or NonFiniteUpdate.
+    """
     weights = {name: array for name, array in tensors.items() if not name.startswith("relay/")}
     if {f"relay/{name}" for name in plan.relayed} != set(tensors) - set(weights):
         raise PayloadError("what a plan relays is not what it says that it relays")

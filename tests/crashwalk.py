@@ -74,7 +74,7 @@ class CountingNoise:
 
     def __init__(self) -> None:
         self.draws = 0
-        self._generator = noise_source(None).generator
+        self._generator = noise_source(None).draw()
 
     def normal(self, *arguments: Any) -> Any:
         self.draws += 1
@@ -88,7 +88,7 @@ def restarted(client: Client, folder: Path) -> tuple[Client, CountingNoise]:
         client,
         ledger=Ledger.open(folder / "ledger.jsonl", client.identity),
         state=StateFolder(folder / "state"),
-        noise=Noise(counter, "philox4x64, 256 bits from the OS", False),  # type: ignore[arg-type]
+        noise=Noise(lambda: counter, "philox4x64, 256 bits from the OS", False),  # type: ignore[arg-type, return-value]
         ignored=type(client.ignored)(),
         refusals=type(client.refusals)(),
     )
@@ -233,7 +233,7 @@ def main(case: str, encoder: str, data: str, place: str) -> None:
     print(json.dumps(list(walk(client, plan, later, folder / "files", folder))))
 
 
-def _keep_nothing(_: StateFolder, envelope: bytes) -> str:
+def _keep_nothing(_: StateFolder, envelope: bytes, terms: str) -> str:
     return hashlib.sha256(envelope).hexdigest()
 
 

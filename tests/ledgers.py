@@ -86,18 +86,22 @@ def signed(document: dict[str, Any], by: Identity = SILO, context: bytes = b"sec
     return canonical_json({**unsigned, "signature": by.sign(context, digest).document()}) + b"\n"
 
 
+def point(lines: list[bytes], index: int) -> dict[str, Any]:
+    return {"index": index, "hash": hashlib.sha256(lines[index]).hexdigest()}
+
+
 def head_of(lines: list[bytes]) -> dict[str, Any]:
     """The head record, unsigned, of these lines: worked out from what they say, by the written format."""
     documents = [json.loads(line) for line in lines]
     hashes = [hashlib.sha256(line).hexdigest() for line in lines]
     accounts: dict[str, Any] = {}
-    history, restored = hashes[0], False
-    for document, digest in zip(documents, hashes, strict=True):
+    history, restored = [point(lines, 0)], False
+    for index, document in enumerate(documents):
         match document["entry"]:
             case "release":
                 accounts[document["dataset"]] = document["account"]
             case "restored":
-                history, restored = digest, True
+                history, restored = [*history, point(lines, index)], True
             case "confirmed":
                 accounts, restored = document["accounts"], False
     return {

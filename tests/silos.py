@@ -11,6 +11,7 @@ from typing import Any
 from securefl.config import Config, load_config
 from securefl.crypto.identity import Identity
 from securefl.crypto.trust import TrustStore
+from securefl.ledger import Ledger
 from securefl.local import starting_slm
 from securefl.models import base_fingerprint
 from securefl.policy import Ceiling, Policy
@@ -76,6 +77,7 @@ def lay_out(
     identity, server = Identity.generate("hospital-a"), Identity.generate("coordinator")
     others = tuple(Identity.generate(name) for name in peers)
     identity.save(folder / "hospital-a.key", passphrase)
+    Ledger.create(folder / "ledger.jsonl", identity)
     store = TrustStore.open(folder / "trust", create=True)
     for card in (server.card, *(other.card for other in others)):
         store.add(card, card.fingerprint)
@@ -98,15 +100,13 @@ def lay_out(
         "data": {"train": str(data / "train.csv"), "labels": list(LABELS)},
         "slm": {"models": [str(encoder)], "max_length": 16, "epochs": 1, "batch_size": 8},
         "client": {
-            "identity": str(folder / "hospital-a.key"),
-            "trust": str(folder / "trust"),
+            "identity": "hospital-a.key",
+            "trust": "trust",
+            "policy": "policy.toml",
             "server": "coordinator",
             "peers": list(peers),
             "run": RUN,
             "dataset": "ward-7",
-            "policy": str(folder / "policy.toml"),
-            "ledger": str(folder / "ledger.jsonl"),
-            "state": str(folder / "state"),
             **(client or {}),
         },
     }

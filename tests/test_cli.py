@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from securefl.cli import app
-from securefl.console import clean, run_app
+from securefl.console import clean, new_app, run_app
+from securefl.crypto.trust import TrustStore
 from securefl.result import Result
 from tests.test_simulation import METHODS
 
@@ -443,7 +445,135 @@ def test_a_path_that_cannot_be_is_bad_usage(securefl: Securefl, tmp_path: Path) 
             assert (ran.code, len(ran.err.strip().splitlines())) == (2, 1), command
 
 
+ODD = ["", "-", " ", "é", "\udcff", "\ud800", "a\0b", "\x1b[2J", "[red]", "..", "x" * 5000]
+COMMANDS: list[list[str]] = [
+    ["ODD"],
+    ["--ODD"],
+    ["keygen", "ODD", "--out", "OUT"],
+    ["keygen", "a", "--out", "ODD"],
+    ["keygen", "a", "--out", "OUT", "--passphrase-file", "ODD"],
+    ["rotate", "ODD", "--out", "OUT"],
+    ["revoke", "ODD", "--out", "OUT"],
+    ["trust", "add", "ODD", "--store", "OUT"],
+    ["trust", "list", "--store", "ODD"],
+    ["trust", "apply", "ODD", "--store", "OUT"],
+    ["trust", "revoke", "ODD", "--store", "STORE"],
+    ["trust", "revoke", "a", "--store", "STORE", "--reason", "ODD"],
+    ["simulate", "ODD", "--out", "OUT"],
+    ["inspect", "ODD"],
+    ["export", "ODD", "a", "--out", "OUT"],
+    ["policy", "ODD", "--out", "OUT"],
+    ["approve", "ODD"],
+    ["client", "ODD"],
+    ["ledger", "verify", "ODD"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command))
+def test_odd_arguments_are_refused_in_our_own_words(
+    command: list[str], securefl: Securefl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    TrustStore.open(tmp_path / "store", create=True)
+    for odd in ODD:
+        places = {"OUT": str(tmp_path / "out"), "STORE": str(tmp_path / "store")}
+        arguments = [places.get(part, part.replace("ODD", odd)) for part in command]
+        if command == ["keygen", "a", "--out", "ODD"] and odd in (" ", "-", "é", "\x1b[2J", "[red]"):
+            assert securefl(*arguments).code == 0  # names of folders like others
+            continue
+        ran = securefl(*arguments)
+        assert ran.code in (2, 4), (odd, ran.err)
+        assert "fault of securefl" not in ran.err, odd
+        assert "\x1b" not in ran.err
+
+
+def broken_app() -> typer.Typer:
+    application = new_app("broken", "Has a fault.")
+
+    @application.command()
+    def fail() -> None:
+        raise KeyError("a row's text\x1b[2J")
+
+    @application.command()
+    def leave() -> None:
+        sys.exit("a sentence in place of a code")
+
+    return application
+
+
+@pytest.mark.parametrize("debug", [None, "0", "1"])
+def test_a_fault_of_our_own_is_one_sentence(
+    debug: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SECUREFL_DEBUG", raising=False)
+    if debug is not None:
+        monkeypatch.setenv("SECUREFL_DEBUG", debug)
+    assert run_app(broken_app(), "broken", ["fail"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    *before, last = captured.err.splitlines()
+    assert last.startswith(
+        "broken: this is a fault of securefl (KeyError); report it, with what SECUREFL_DEBUG=1"
+    )
+    assert (before != [], "Traceback" in captured.err, "a row's text" in captured.err) == (
+        (debug == "1"),
+    ) * 3
+    assert "\x1b" not in captured.err
+
+
+def test_leaving_with_a_sentence_is_no_success() -> None:
+    assert run_app(broken_app(), "broken", ["leave"]) == 1
+
+
 PROGRAM = [sys.executable, "-m", "securefl"]
+
+
+def in_ascii(*arguments: str, folder: Path) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    return subprocess.run(
+        [*PROGRAM, *arguments], capture_output=True, check=False, cwd=folder, env=environment
+    )
+
+
+def test_output_in_an_encoding_that_lacks_a_character(tmp_path: Path) -> None:
+    told = in_ascii("keygen", "a", "--out", "café \U0001f600", folder=tmp_path)
+    assert (told.returncode, told.stderr) == (0, b"")
+    assert rb"caf\xe9 \U0001f600/a.key" in told.stdout
+    made = in_ascii("keygen", "b", "--out", "café \U0001f600", "--json", folder=tmp_path)
+    assert (made.returncode, made.stderr) == (0, b"")
+    assert json.loads(made.stdout)["key"] == "café \U0001f600/b.key"
+    refused = in_ascii("keygen", "b", "--out", "café \U0001f600", folder=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, b"")
+    assert rb"caf\xe9" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["no-such-command"], 2),
+        (["keygen", "A", "--out", "k"], 2),
+        (["trust", "list", "--store", "store"], 0),
+        (["trust", "revoke", "a", "--store", "store"], 4),
+    ],
+)
+def test_a_full_stderr_changes_no_exit_code(arguments: list[str], code: int, tmp_path: Path) -> None:
+    TrustStore.open(tmp_path / "store", create=True)
+    with Path("/dev/full").open("w") as full:
+        for out in (subprocess.PIPE, full):
+            done = subprocess.run([*PROGRAM, *arguments], stdout=out, stderr=full, check=False, cwd=tmp_path)
+            assert done.returncode == (code if out != full else code or 1), (
+                "a result that is lost is an error"
+            )
+
+
+def test_a_full_stdout_changes_no_exit_code_of_an_error(tmp_path: Path) -> None:
+    for arguments, code in ((["keygen", "A", "--out", "k"], 2), (["--version"], 1), (["--help"], 1)):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [*PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, check=False, cwd=tmp_path
+            )
+        assert done.returncode == code
+        assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])

@@ -15,9 +15,11 @@ import pytest
 
 from securefl.client import Client
 from securefl.crypto import envelope
+from securefl.crypto.identity import Identity
 from securefl.errors import (
     AwaitingApproval,
     Cancelled,
+    PolicyRefusal,
     Replayed,
     SecureflError,
     TooLarge,
@@ -25,10 +27,12 @@ from securefl.errors import (
     UsageError,
     WrongRound,
 )
+from securefl.exchange import Standing
 from securefl.ledger import Ledger, verify_ledger
+from securefl.messages import Party
 from securefl.policy import Ceiling, Policy
 from securefl.privacy import noise_source
-from securefl.release import PayloadKind, decode, fingerprint
+from securefl.release import NonPrivate, PayloadKind, decode, fingerprint
 from securefl.state import StateFolder
 from tests.federation import ALL_KINDS, Parties, make_parties, tiny_config
 
@@ -222,6 +226,189 @@ def test_manual_approval_needs_a_place_to_wait(make: Callable[..., Parties]) -> 
     policy = old.policy.model_copy(update={"approval": "manual"})
     with pytest.raises(UsageError, match="state folder"):
         dataclasses.replace(old, policy=policy, state=None)
+
+
+# --- what fails while it is computed
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [SecureflError("training became NaN at step 3"), ValueError("a row: the patient"), MemoryError()],
+)
+def test_a_failed_computation_uses_the_step_up(make: Callable[..., Parties], failure: Exception) -> None:
+    """A server can make weights overflow on rows that hold a word; it may not ask again."""
+    parties = make({})
+    client, plan = parties.clients["silo-1"], parties.server.outgoing()["silo-1"]
+    asked = []
+
+    def fails(*arguments: Any) -> None:
+        asked.append(1)
+        raise failure
+
+    before, client.train = fingerprint(client.slm.state()), fails
+    answer = client.handle(plan)
+    assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    (entry,) = client.ledger.refusals
+    assert entry.clause == "computation"
+    assert "patient" not in entry.reason, "the text of an error that is not ours may quote a row"
+    assert fingerprint(client.slm.state()) == before
+    assert client.handle(plan) == answer
+    parties.server.model = _nudged(parties.server.model)
+    with pytest.raises(WrongRound):
+        client.handle(parties.server.outgoing()["silo-1"])
+    assert len(asked) == 1
+
+
+def test_weights_that_overflow_on_a_word_are_answered_once(make: Callable[..., Parties]) -> None:
+    """The attack itself: the largest weights that are admitted make the training of every row NaN."""
+    parties = make({})
+    client = parties.clients["silo-1"]
+    huge = {
+        name: np.full_like(array, 1e6) if name.endswith("dense.weight") else array
+        for name, array in parties.server.model.items()
+    }
+    parties.server.model = huge
+    kinds = [envelope.read_header(client.handle(parties.server.outgoing()["silo-1"])).kind for _ in range(3)]
+    assert len(client.ledger.entries) + len(client.ledger.refusals) == 1
+    assert len(set(kinds)) == 1
+
+
+def test_a_policy_that_changes_while_a_silo_trains_counts(make: Callable[..., Parties]) -> None:
+    parties = make({})
+    client = parties.clients["silo-1"]
+    stand = Standing(client.policy, client.server, client.roster)
+    client.standing = lambda: stand
+
+    def changes(*arguments: Any) -> None:
+        nonlocal stand
+        stand = dataclasses.replace(stand, policy=client.policy.model_copy(update={"kinds": ()}))
+
+    client.train = changes
+    answer = client.handle(parties.server.outgoing()["silo-1"])
+    assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    assert client.refusals[0].clause == "kinds"
+
+
+def test_a_server_whose_key_is_revoked_while_a_silo_trains_gets_nothing(make: Callable[..., Parties]) -> None:
+    parties = make({})
+    client = parties.clients["silo-1"]
+    stand = Standing(client.policy, client.server, client.roster)
+    client.standing = lambda: stand
+    after = Identity.generate("server").card
+
+    def rotates(*arguments: Any) -> None:
+        nonlocal stand
+        allowed = client.policy.model_copy(update={"servers": (after.fingerprint, client.server.fingerprint)})
+        stand = Standing(allowed, after, client.roster)
+
+    client.train = rotates
+    plan = parties.server.outgoing()["silo-1"]
+    with pytest.raises(SecureflError):
+        client.handle(plan)
+    assert not client.ledger.entries
+
+
+def test_an_old_answer_is_not_sent_under_a_changed_policy_or_to_old_keys(
+    make: Callable[..., Parties],
+) -> None:
+    parties = make(FEDKC, True)
+    client, plan = parties.clients["silo-1"], parties.server.outgoing()["silo-1"]
+    answer, policy = client.handle(plan), client.policy
+    for clauses in ({"nonprivate": ()}, {"max_bytes_per_day": 1}, {"min_cluster_size": 30}):
+        client.policy = policy.model_copy(update=clauses)
+        with pytest.raises(PolicyRefusal, match="the policy was changed"):
+            client.handle(plan)
+    client.policy = policy
+    assert client.handle(plan) == answer
+    rotated = Identity.generate("silo-2").card
+    client.roster = {**client.roster, "silo-2": rotated}
+    with pytest.raises(SecureflError):
+        client.handle(plan)
+
+
+def test_a_day_is_not_spent_twice_by_two_processes(make: Callable[..., Parties]) -> None:
+    """Both look at the ledger, then both append: the second look is under the ledger's lock."""
+    parties = make({}, max_bytes_per_day=120_000)  # one release
+    client, plan = parties.clients["silo-1"], parties.server.outgoing()["silo-1"]
+
+    def meanwhile(*arguments: Any) -> None:
+        other = Ledger.open(client.ledger.path, client.identity)
+        other.append(
+            run="9" * 32,
+            round=1,
+            step="train",
+            plan="0" * 64,
+            plan_sequence=1,
+            kind=PayloadKind.MODEL,
+            recipients=[Party(name="server", key=client.server.fingerprint)],
+            protection="sealed",
+            envelope=bytes(100_000),
+            body=b"",
+            dataset="silo-1",
+            claim=NonPrivate(reason="another run"),
+            permit=lambda account: None,
+        )
+
+    client.train = meanwhile
+    answer = client.handle(plan)
+    assert envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE
+    assert client.refusals[0].clause == "max_bytes_per_day"
+
+
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), -1.0, 1e18])
+def test_a_clock_that_gives_no_time_stops_the_silo(make: Callable[..., Parties], now: float) -> None:
+    parties = make({})
+    client = parties.clients["silo-1"]
+    client.clock = lambda: now
+    with pytest.raises(UsageError, match="the clock"):
+        client.handle(parties.server.outgoing()["silo-1"])
+    assert not client.ledger.entries
+
+
+def test_a_client_is_not_carried_through_a_fork(make: Callable[..., Parties]) -> None:
+    parties = make({})
+    client, plan = parties.clients["silo-1"], parties.server.outgoing()["silo-1"]
+    client._process += 1  # as it is in a child
+    with pytest.raises(UsageError, match="fork"):
+        client.handle(plan)
+
+
+def test_noise_is_drawn_anew_for_every_release_whatever_was_copied() -> None:
+    """Two copies of one process, as a fork or a snapshot makes them, must not draw the same noise."""
+    source = noise_source(None)
+    draws = [source.draw().normal(size=4) for _ in range(2)]
+    assert not np.array_equal(*draws)
+    seeded = noise_source(7)
+    assert not np.array_equal(seeded.draw().normal(size=4), seeded.draw().normal(size=4))
+    assert np.array_equal(noise_source(7).draw().normal(size=4), noise_source(7).draw().normal(size=4))
+
+
+@pytest.mark.parametrize("after", ["head", "tidy", "witness"])
+def test_a_failure_after_the_charge_keeps_model_and_answer_together(
+    make: Callable[..., Parties], monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    """The line is on the disk: the model that was sent is the one to go on from."""
+    parties = make({"federation": {"method": "datafree-kd"}})
+    client, plan = parties.clients["silo-1"], parties.server.outgoing()["silo-1"]
+    assert client.state is not None
+
+    def broken(*arguments: Any, **keywords: Any) -> None:
+        raise KeyboardInterrupt
+
+    if after == "head":
+        monkeypatch.setattr(Ledger, "_write_head", broken)
+    elif after == "tidy":
+        monkeypatch.setattr(StateFolder, "tidy", broken)
+    else:
+        client.witness = broken
+    with pytest.raises(KeyboardInterrupt):
+        client.handle(plan)
+    monkeypatch.undo()
+    client.witness = None
+    sealed = client.handle(plan)
+    opened = envelope.open_(envelope.verify(sealed, parties.server.roster), parties.server.identity)
+    assert fingerprint(client.slm.state()) == fingerprint(decode(opened).tensors)
+    assert len(verify_ledger(client.ledger.path).releases) == 1
 
 
 # --- restart

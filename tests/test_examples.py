@@ -19,6 +19,7 @@ import pytest
 
 from securefl.crypto import envelope
 from securefl.ledger import verify_ledger
+from securefl.models import load_trained
 from securefl.release import PayloadKind
 from tests.silos import PASSPHRASE, Laid, lay_out
 
@@ -53,6 +54,7 @@ def test_two_hospitals(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> N
     for name in ("hospital-a", "hospital-b"):
         releases = verify_ledger(out / name / "ledger.jsonl").releases
         assert [entry.kind.value for entry in releases] == ["model", "model", "metrics"]
+        assert len(load_trained(out / name / "model").labels) == 2
         rows = (out / name / "rows.csv").read_text().splitlines()[1:]
         assert not any(row.split(",")[0] in done.stdout + done.stderr for row in rows), "a text was logged"
     again = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)

@@ -422,6 +422,19 @@ def _set(**fields: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     return lambda document, _: document.update(fields)
 
 
+def _relaying(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+        document["relayed"] = [name]
+        tensors[f"relay/{name}"] = np.zeros(9, np.uint8)
+
+    return change
+
+
+def _without_model(document: dict[str, Any], tensors: dict[str, Any]) -> None:
+    document["model"] = None
+    tensors.clear()
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -430,12 +443,17 @@ def _set(**fields: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
         (_set(surprise=1), PayloadError),
         (lambda document, _: document.pop("cohort"), PayloadError),
         (_set(step="dance"), PayloadError),
+        (_set(relayed=["silo-2\nCRITICAL: forged"]), PayloadError),
+        (_set(method="fedavg\x1b[31m"), PayloadError),
         (_set(round=7), WrongRound),
         (_set(run="e" * 32), WrongRound),
         (_set(model="0" * 64), WrongShape),
         (lambda _, tensors: tensors.clear(), WrongShape),
     ],
-    ids=["epochs", "type", "extra", "missing", "step", "round", "run", "model hash", "no model"],
+    ids=[
+        *("epochs", "type", "extra", "missing", "step", "relayed", "method"),
+        *("round", "run", "model hash", "no model"),
+    ],
 )
 def test_a_malformed_plan_is_refused(
     parties: Parties, change: Callable[[dict[str, Any], dict[str, Any]], None], expected: type[ProtocolError]
@@ -526,10 +544,10 @@ def test_a_bad_peer_does_not_silence_the_others(sharing: Parties) -> None:
         lambda document, _: document["fedkc"].update(compose="embeddings"),
         lambda document, _: document["fedkc"].update(alpha=9.0),
         _set(fedkc=None),
-        _set(relayed=["silo-2"]), _set(model=None),
+        _relaying("silo-2"), _relaying("silo-9"), _without_model,
     ],
     ids=["fewer rounds", "more rounds", "epochs", "method", "answer", "cohort cut", "cohort twice",
-         "clusters", "layer", "alpha", "no terms", "relay while sharing", "no model"],
+         "clusters", "layer", "alpha", "no terms", "relay while sharing", "relay of a stranger", "no model"],
 )  # fmt: skip
 def test_a_plan_other_than_agreed_gets_nothing(
     sharing: Parties, change: Callable[[dict[str, Any], dict[str, Any]], None]
@@ -593,7 +611,7 @@ def test_values_meant_to_overflow_are_refused(parties: Parties, value: float) ->
         parties.server.receive(_reseal(parties, "silo-1", body, PayloadKind.MODEL))
 
 
-def test_weights_that_overflow_on_rows_are_an_error_without_noise_and_none_with_it(
+def test_weights_that_overflow_on_rows_are_a_refusal_without_noise_and_none_with_it(
     tiny_encoder: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
     """Whether a private release is made must not depend on a row; without noise it may."""
@@ -608,13 +626,13 @@ def test_weights_that_overflow_on_rows_are_an_error_without_noise_and_none_with_
             if name.endswith("output.dense.weight"):
                 ready.server.model = {**ready.server.model, name: np.full_like(ready.server.model[name], 1e6)}
         client = ready.clients["silo-1"]
-        plan = ready.server.outgoing()["silo-1"]
-        try:
-            answer = client.handle(plan)
-        except ProtocolError:
-            assert len(client.ledger.entries) == 1
+        answer = client.handle(ready.server.outgoing()["silo-1"])
+        if envelope.read_header(answer).kind is PayloadKind.UNAVAILABLE:
+            assert number == 0
+            assert [entry.clause for entry in client.ledger.refusals] == ["computation"]
         else:
             assert envelope.read_header(answer).kind is PayloadKind.CENTROIDS
+            assert not client.ledger.refusals
 
 
 def test_a_finished_server_refuses_a_late_message(parties: Parties) -> None:

@@ -74,6 +74,18 @@ def test_read_limited(tmp_path: Path) -> None:
         read_limited(tmp_path / "b", 4)
 
 
+def test_only_ordinary_files_are_read(tmp_path: Path) -> None:
+    """At once: opening a pipe that nobody writes to, or reading an endless device, would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, Path("/dev/zero")):
+        with pytest.raises(UsageError, match=r"cannot be read \(it is not an ordinary file\)"):
+            read_limited(path, 4)
+    (tmp_path / "file").write_bytes(b"1")
+    (tmp_path / "other").symlink_to(tmp_path / "file")
+    assert read_limited(tmp_path / "other", 4) == b"1"
+
+
 def test_names_up_to_the_limit_of_the_file_system(tmp_path: Path) -> None:
     for name in ("x" * 255, "\u6771" * 85):
         write_atomic(tmp_path / name, b"1")

@@ -21,7 +21,10 @@ from pydantic import ValidationError
 
 from securefl.crypto.identity import Card, Identity, Signatures, from_base64, to_base64
 from securefl.crypto.keyfiles import read_passphrase
+from securefl.crypto.statements import parse_statement
+from securefl.crypto.trust import TrustStore
 from securefl.errors import BadSignature, DecryptionFailed, SecureflError, UsageError
+from tests.leaks import assert_no_leak
 
 DIGEST = hashlib.sha256(b"a message").digest()
 SIZES = {"ed25519": 32, "mldsa65": 32, "mlkem768": 64, "x25519": 32}
@@ -221,7 +224,15 @@ def test_mode_is_0600_whatever_the_umask(tmp_path: Path, alice: Identity) -> Non
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
 
 
-def test_save_never_overwrites(tmp_path: Path, alice: Identity) -> None:
+@pytest.mark.parametrize("nameless", [True, False], ids=["O_TMPFILE", "a system without it"])
+def test_save_never_overwrites(
+    nameless: bool, tmp_path: Path, alice: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    alice.save(tmp_path / "new")
+    assert Identity.load(tmp_path / "new").card == alice.card
+    (tmp_path / "new").unlink()
     path = tmp_path / "key"
     path.write_text("precious")
     with pytest.raises(UsageError, match="exists already"):
@@ -321,7 +332,7 @@ def test_an_identity_is_neither_pickled_nor_copied(alice: Identity) -> None:
             leak(alice)
 
 
-@pytest.mark.parametrize("name", ["", "Alice", "a" * 65, "a/b", ".a", "a b", "a\n", "é"])
+@pytest.mark.parametrize("name", ["", "Alice", "a" * 65, "a/b", ".a", "a b", "a\n", "é", "\udcff", "a\0"])
 def test_a_bad_name_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="a name is"):
         Identity.generate(name)
@@ -330,6 +341,80 @@ def test_a_bad_name_is_refused(name: str) -> None:
 def test_seeds_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="four seeds"):
         Identity("alice", {**seeds_of(1), "mlkem768": bytes(32)})
+
+
+# --- what an error leads to
+
+
+def as_retired(path: Path) -> None:
+    """The file as the record of a retired key in a trust store."""
+    store = TrustStore.open(path.parent / "store", create=True)
+    (store.path / "retired" / f"{'0' * 64}.json").write_bytes(path.read_bytes())
+    store.retired()
+
+
+def as_pinned(path: Path) -> None:
+    """The file as the card of somebody in a trust store."""
+    store = TrustStore.open(path.parent / "store", create=True)
+    (store.path / "alice.card.json").write_bytes(path.read_bytes())
+    store.card("alice")
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "key": Identity.load,
+    "key with a passphrase": lambda path: Identity.load(path, b"p"),
+    "card": Card.load,
+    "statement": lambda path: parse_statement(path.read_bytes(), "f"),
+    "pinned card": as_pinned,
+    "retired key": as_retired,
+}
+SPOILT: dict[str, Callable[[bytes], bytes]] = {
+    "whole": lambda data: data,
+    "cut": lambda data: data[:-3],
+    "not UTF-8": lambda data: data.replace(b"seeds", b"se\xffds"),
+    "not UTF-8 in a seed": lambda data: data.replace(b'=="', b'\xff=="'),
+    "not ASCII in a seed": lambda data: data.replace(b'=="', '\u00e9=="'.encode()),
+    "half a surrogate pair": lambda data: data.replace(b'"alice"', b'"\\ud800"'),
+    "a list of seeds": lambda data: json.dumps(list(json.loads(data)["seeds"].values())).encode(),
+    "a seed": lambda data: json.dumps(json.loads(data)["seeds"]["mldsa65"]).encode(),
+    "a list for the seeds": lambda data: data.replace(b'"seeds":{', b'"seeds":[').replace(b"}}", b"]}"),
+    "seeds as the name": lambda data: json.dumps({**(d := json.loads(data)), "name": d["seeds"]}).encode(),
+    "seeds twice": lambda data: data.replace(b'"name"', b'"seeds":{},"name"'),
+    "a deep name": lambda data: data.replace(b'"alice"', b"[" * 900 + b"]" * 900),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+@pytest.mark.parametrize("reader", READERS)
+def test_no_error_leads_to_what_a_private_file_holds(reader: str, spoil: str, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    Identity.generate("alice").save(path)
+    secrets = [seed[:12] for seed in private_text(path)]
+    path.write_bytes(SPOILT[spoil](path.read_bytes()))
+    if (reader, spoil) == ("key", "whole"):
+        Identity.load(path)
+        return
+    with pytest.raises(SecureflError) as caught:
+        READERS[reader](path)
+    assert_no_leak(caught.value, *secrets)
+
+
+def test_the_walk_finds_what_an_error_leads_to() -> None:
+    def parse(text: str) -> None:
+        try:
+            json.loads(text)
+        except ValueError:
+            raise UsageError("hidden, not gone") from None
+
+    with pytest.raises(UsageError) as parsed:
+        parse('"canary')
+    with pytest.raises(ValidationError) as invalid:
+        Card.model_validate({"name": "a", "canary": 1})
+    with pytest.raises(UnicodeDecodeError) as undecoded:
+        b"canary\xff".decode()
+    for caught in (parsed, invalid, undecoded):
+        with pytest.raises(AssertionError, match="holds it"):
+            assert_no_leak(caught.value, "canary")
 
 
 # --- passphrases
@@ -413,9 +498,7 @@ def test_a_wrong_passphrase_and_an_altered_file_say_the_same(
     with pytest.raises(UsageError) as caught:
         Identity.load(path, b"wrong" if fault == "passphrase" else PASSPHRASE)
     assert str(caught.value) == f"{path}: does not open; the passphrase is wrong, or the file was altered"
-    shown = "".join(traceback.format_exception(caught.value))
-    assert "correct horse" not in shown
-    assert "InvalidTag" not in shown
+    assert_no_leak(caught.value, "correct horse", "InvalidTag")
 
 
 @pytest.mark.parametrize(
@@ -490,6 +573,7 @@ def nobody() -> str:
         (b"\n", None),
         (b"x" * 1025, None),
         (b"x" * 5000, None),
+        (b"xxx\xff" * 300, None),
     ],
 )
 def test_a_passphrase_file(content: bytes, passphrase: bytes | None, tmp_path: Path) -> None:
@@ -501,7 +585,7 @@ def test_a_passphrase_file(content: bytes, passphrase: bytes | None, tmp_path: P
         return
     with pytest.raises(UsageError, match=str(path)) as caught:
         read_passphrase(path, nobody)
-    assert "xxx" not in "".join(traceback.format_exception(caught.value))
+    assert_no_leak(caught.value, "xxx")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
@@ -517,3 +601,6 @@ def test_a_passphrase_that_is_asked_for_is_utf8() -> None:
     assert read_passphrase(None, lambda: "žluť") == b"\xc5\xbelu\xc5\xa5"
     with pytest.raises(UsageError, match="empty"):
         read_passphrase(None, lambda: "")
+    with pytest.raises(UsageError, match="half a surrogate pair") as caught:
+        read_passphrase(None, lambda: "canary \ud800")
+    assert_no_leak(caught.value, "canary")

@@ -96,6 +96,7 @@ def test_keygen_with_a_passphrase_file(securefl: Securefl, passphrase_file: Path
         "key": str(key),
         "card": str(tmp_path / "k" / "hospital.card.json"),
         "encrypted": True,
+        "continued": False,
         "fingerprint": card.fingerprint,
     }
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -121,6 +122,123 @@ def test_keygen_that_cannot_have_its_passphrase_writes_nothing(
     passphrase_file.chmod(0o644)
     refused(securefl(*out, "--passphrase-file", passphrase_file), 2, "mode 0644")
     assert not (tmp_path / "k").exists()
+
+
+# Kills `keygen` before and after every call that changes a file, in one fork each.
+KILLED = """
+import itertools, os, signal, sys
+import securefl.crypto.identity
+from securefl.cli import app
+from securefl.console import run_app
+
+def arm(point):
+    moments = itertools.count(1)
+    def killing(real):
+        def call(*arguments, **keywords):
+            if next(moments) == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done = real(*arguments, **keywords)
+            if next(moments) == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+        return call
+    for name in ("open", "fsync", "link", "unlink", "mkdir"):
+        setattr(os, name, killing(getattr(os, name)))
+
+for point in itertools.count(1):
+    if os.fork() == 0:
+        arm(point)
+        os._exit(run_app(app, "securefl", ["keygen", "hospital", "--out", f"{sys.argv[1]}/{point}/k"]))
+    if not os.WIFSIGNALED(os.wait()[1]):
+        break
+"""
+
+
+def test_a_killed_keygen_leaves_no_draft_and_is_continued(securefl: Securefl, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True, stdout=subprocess.DEVNULL)
+    seen = set()
+    for point in sorted(tmp_path.iterdir()):
+        left = tuple(sorted(path.name for path in (point / "k").iterdir())) if (point / "k").exists() else ()
+        seen.add(left)
+        key = point / "k/hospital.key"
+        before = key.read_bytes() if key.exists() else None
+        again = securefl("keygen", "hospital", "--out", point / "k", "--json")
+        if len(left) == 2:
+            refused(again, 2, "exists already")
+        else:
+            assert again.document["continued"] == (before is not None)
+        assert before in (None, key.read_bytes())
+        assert Card.load(point / "k/hospital.card.json") == Identity.load(key).card
+    assert seen == {(), ("hospital.key",), ("hospital.card.json", "hospital.key")}
+
+
+def test_keygen_writes_the_missing_card_of_a_key_and_says_so(
+    securefl: Securefl, passphrase_file: Path, tmp_path: Path
+) -> None:
+    key = key_file(tmp_path / "k")
+    card = tmp_path / "k/hospital.card.json"
+    expected, before = Card.load(card), key.read_bytes()
+    card.unlink()
+    command = ("keygen", "hospital", "--out", tmp_path / "k")
+    why = "exists already and is not overwritten, and its missing card cannot be written"
+    for options, says in (
+        (("--passphrase",), "it is not encrypted, though --passphrase was given"),
+        (("--passphrase-file", passphrase_file), "is not encrypted, though a passphrase was given"),
+    ):
+        ran = securefl(*command, *options)
+        refused(ran, 2, says)
+        assert why in ran.err
+    (tmp_path / "k").chmod(0o777)
+    refused(securefl(*command), 2, "others can change a folder of keys (mode 0777)")
+    (tmp_path / "k").chmod(0o755)
+    assert not card.exists()
+    made = securefl(*command)
+    assert "The private key was there without its card; no new one was made" in made.out
+    assert expected.short_fingerprint in made.out
+    assert (Card.load(card), key.read_bytes()) == (expected, before)
+
+    key.rename(tmp_path / "k/clinic.key")
+    refused(securefl("keygen", "clinic", "--out", tmp_path / "k"), 2, "it is the key of hospital")
+    assert sorted(path.name for path in (tmp_path / "k").iterdir()) == ["clinic.key", "hospital.card.json"]
+
+
+def test_keygen_writes_the_missing_card_of_an_encrypted_key(
+    securefl: Securefl, passphrase_file: Path, tmp_path: Path
+) -> None:
+    command = ("keygen", "hospital", "--out", tmp_path / "k")
+    made = securefl(*command, "--passphrase-file", passphrase_file, "--json").document
+    card = Path(made["card"])
+    card.unlink()
+    refused(securefl(*command), 2, "is encrypted: give --passphrase-file")
+    (tmp_path / "wrong").touch(0o600)
+    (tmp_path / "wrong").write_text("another")
+    refused(securefl(*command, "--passphrase-file", tmp_path / "wrong"), 2, "the passphrase is wrong")
+    assert not card.exists()
+    again = securefl(*command, "--passphrase-file", passphrase_file, "--json").document
+    assert again == {**made, "continued": True}
+    assert Card.load(card).fingerprint == made["fingerprint"]
+
+
+def test_folders_that_commands_make_are_closed_whatever_the_umask(securefl: Securefl, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir(mode=0o755)
+    before = os.umask(0)
+    try:
+        key = securefl("keygen", "hospital", "--out", tmp_path / "there/a/b/c", "--json").document["key"]
+        card = Card.load(tmp_path / "there/a/b/c/hospital.card.json")
+        add = ("trust", "add", tmp_path / "there/a/b/c/hospital.card.json")
+        for command in (
+            ("rotate", key, "--out", tmp_path / "there/r/new"),
+            ("revoke", key, "--out", tmp_path / "there/v/w/r.json"),
+            (*add, "--fingerprint", card.fingerprint, "--store", tmp_path / "there/s/t"),
+            ("policy", "hospital", "--out", tmp_path / "there/p/q/policy.toml"),
+        ):
+            assert securefl(*command).code == 0, command
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_dir()}
+    assert modes.pop(tmp_path / "there") == 0o755
+    assert len(modes) == 3 + 2 + 2 + 3 + 2
+    assert set(modes.values()) == {0o700}
 
 
 # --- rotate
@@ -341,7 +459,7 @@ def on_terminal(dialogue: list[tuple[str, str]], *arguments: object) -> tuple[in
             if waiting and waiting[0][0] in screen[seen:]:
                 question, answer = waiting.pop(0)
                 seen = screen.index(question, seen) + len(question)
-                os.write(ours, answer.encode() + b"\n")
+                os.write(ours, answer.encode("utf-8", "surrogateescape") + b"\n")
         assert not waiting, screen
         return process.wait(timeout=60), screen
     finally:
@@ -367,6 +485,12 @@ def test_a_passphrase_is_asked_for_twice_and_not_shown(tmp_path: Path) -> None:
         [(new, SECRET), (again, "other")], "keygen", "hospital", "--out", tmp_path / "two", "--passphrase"
     )
     assert (code, "the two passphrases differ" in screen) == (2, True)
+    assert not (tmp_path / "two").exists()
+
+    code, screen = on_terminal(
+        [(new, SECRET + "\udcff")], "keygen", "hospital", "--out", tmp_path / "two", "--passphrase"
+    )
+    assert (code, "is not text in the terminal's encoding" in screen, SECRET in screen) == (2, True, False)
     assert not (tmp_path / "two").exists()
 
 

@@ -7,17 +7,24 @@ import hashlib
 import json
 import math
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from securefl import _ledger_files
+from securefl._ledger_lines import Point
 from securefl.account import Account
+from securefl.crypto.identity import Identity
 from securefl.errors import BudgetExceeded, LedgerCorrupt, Refused, UsageError
-from securefl.ledger import Ledger, head_path, verify_ledger
+from securefl.ledger import Ledger, head_path, rotate_ledger, verify_ledger
+from securefl.ledger_copies import export_ledger, restore_ledger
 from securefl.release import NonPrivate, PayloadKind
 from tests.ledgers import (
     OTHER,
@@ -134,6 +141,112 @@ def test_a_crash_between_head_and_genesis_is_begun_again(tmp_path: Path) -> None
     fresh.unlink()  # as a crash leaves it: the head is written first
     charge(Ledger.create(fresh, SILO))
     assert len(verify_ledger(fresh).releases) == 1
+
+
+def test_a_head_of_other_keys_is_in_the_way_of_a_new_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "new.jsonl"
+    Ledger.create(path, OTHER)
+    path.unlink()
+    with pytest.raises(LedgerCorrupt, match=r"new\.head\.json: the signature does not hold"):
+        Ledger.create(path, SILO)
+
+
+@pytest.mark.parametrize("name", ["ledger", "ledger.json", "ledger.head.json", ".jsonl", "", "ledger.JSONL"])
+def test_a_ledger_has_a_name_of_its_kind(path: Path, name: str) -> None:
+    """`ledger` and `ledger.json` would have one head record, `ledger.head.json` would be its own."""
+    place = path.parent / name if name else Path(name)
+    export_ledger(path, path.with_name("copy"))
+    if name:
+        shutil.copy(path, place)
+    before = {file: file.read_bytes() for file in path.parent.iterdir()}
+    acts: list[Callable[[], Any]] = [
+        lambda: Ledger.create(place, SILO),
+        lambda: Ledger.open(place, SILO),
+        lambda: Ledger.look(place, SILO),
+        lambda: verify_ledger(place),
+        lambda: rotate_ledger(place, SILO, OTHER),
+        lambda: export_ledger(place, path.with_name("second")),
+        lambda: restore_ledger(path.with_name("copy"), place, SILO),
+    ]
+    for act in acts:
+        with pytest.raises(UsageError, match=r"is no name for a ledger, which ends in \.jsonl"):
+            act()
+    assert {file: file.read_bytes() for file in path.parent.iterdir()} == before
+
+
+def test_what_is_no_file_is_refused_at_once(path: Path) -> None:
+    """Opening a pipe would wait for whoever writes to it. The same for the head record."""
+    for place in (path, head_path(path)):
+        kept = place.read_bytes()
+        place.unlink()
+        for make in (lambda p: os.mkfifo(p), Path.mkdir, lambda p: p.symlink_to("/dev/zero")):
+            make(place)
+            for act in (
+                lambda: Ledger.open(path, SILO),
+                lambda: Ledger.look(path, SILO),
+                lambda: verify_ledger(path),
+                lambda: export_ledger(path, path.with_name("copy")),
+            ):
+                with pytest.raises(UsageError, match=rf"{place.name}: cannot be .*(ordinary|directory)"):
+                    act()
+            if place.is_dir():
+                place.rmdir()
+            else:
+                place.unlink()
+        place.write_bytes(kept)
+    assert Ledger.open(path, SILO).notes == ()
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    before = os.umask(0)
+    try:
+        ledger = Ledger.create(path, SILO)
+        assert (mode_of(path), mode_of(head_path(path))) == (0o600, 0o600)
+        charge(ledger)
+        assert (mode_of(path), mode_of(head_path(path))) == (0o600, 0o600)
+        path.chmod(0o640)  # for an auditor of the same group
+        charge(Ledger.open(path, SILO), round=2)
+        assert (mode_of(path), mode_of(head_path(path))) == (0o640, 0o640)
+    finally:
+        os.umask(before)
+    assert verify_ledger(path).entries == 3
+
+
+def test_looking_changes_nothing(path: Path) -> None:
+    """Not even what a crash left; and what would append says so."""
+    head = head_path(path).read_bytes()
+    charge(Ledger.open(path, SILO), round=4)
+    head_path(path).write_bytes(head)
+    with path.open("ab") as file:
+        file.write(b'{"account"')
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.parent.iterdir()}
+    ledger = Ledger.look(path, SILO)
+    assert [note.split(" is ")[0] for note in ledger.notes] == [
+        "the head record",
+        "the last line broke off while it was written and",
+    ]
+    assert ledger.accounts() == verify_ledger(path).accounts
+    assert ledger.account_with("notes", gaussian(1.2)).mu == pytest.approx(1.3, abs=1e-12)
+    for act in (
+        ledger.refresh,
+        lambda: charge(ledger, round=5),
+        lambda: refuse(ledger, round=5),
+        lambda: ledger.append_approval(plan=PLAN, run=RUN, round=5, step="train"),
+        lambda: ledger.append_confirmation("head", Point(index=1, hash="0" * 64), {}),
+        lambda: ledger.rotate(Identity.generate("silo-1")),
+    ):
+        with pytest.raises(UsageError, match=r"silo-1\.jsonl: was opened to look at it only"):
+            act()
+    assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.parent.iterdir()} == before
+    with pytest.raises(LedgerCorrupt, match="another identity than silo-2"):
+        Ledger.look(path, OTHER)
+    assert Ledger.open(path, SILO).notes == ()
+    assert verify_ledger(path).notes == ()
 
 
 def test_two_processes_cannot_both_spend_the_last_of_a_budget(tmp_path: Path) -> None:
@@ -276,6 +389,27 @@ def test_an_append_waits_for_the_writer_before_it(path: Path) -> None:
         assert waiting.is_alive()
         assert path.read_bytes() == before
     waiting.join(30)
+    assert verify_ledger(path).entries == 6
+
+
+def test_a_lock_that_stays_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that looks shares it with others that look; nobody waits for ever."""
+    monkeypatch.setattr(_ledger_files, "LOCK_WAIT", 0.0)
+    ledger = Ledger.open(path, SILO)
+    acts: list[Callable[[], Any]] = [lambda: Ledger.open(path, SILO), lambda: charge(ledger, round=4)]
+    looks: list[Callable[[], Any]] = [lambda: Ledger.look(path, SILO), lambda: verify_ledger(path)]
+    with path.open("rb") as file:
+        fcntl.flock(file.fileno(), fcntl.LOCK_SH)
+        for act in looks:
+            act()
+        for act in acts:
+            with pytest.raises(UsageError, match=r"silo-1\.jsonl: is locked by another process"):
+                act()
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        for act in (*looks, *acts):
+            with pytest.raises(UsageError, match=r"silo-1\.jsonl: is locked by another process"):
+                act()
+    charge(ledger, round=4)
     assert verify_ledger(path).entries == 6
 
 

@@ -46,6 +46,82 @@ def path(tmp_path: Path) -> Path:
     return finished_ledger(tmp_path / "silo-1.jsonl")
 
 
+def test_begin(ledger: Command, tmp_path: Path) -> None:
+    SILO.save(tmp_path / "closed.key", b"correct horse")
+    words, path = tmp_path / "words", tmp_path / "silo-1.jsonl"
+    words.write_bytes(b"correct horse\n")
+    words.chmod(0o600)
+    SILO.save(tmp_path / "silo-1.key")
+    arguments = ("begin", path, "--key", tmp_path / "silo-1.key")
+    done = ledger(*arguments[:-1], tmp_path / "closed.key", "--passphrase-file", words, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out) == {
+        "path": str(path),
+        "name": "silo-1",
+        "fingerprint": SILO.card.fingerprint,
+    }
+    assert verify_ledger(path, SILO.card).entries == 1
+    again = ledger(*arguments)
+    assert (again.code, again.out) == (2, "")
+    assert "exists already" in again.err
+    charge(Ledger.open(path, SILO))
+    path.unlink()
+    gone = ledger(*arguments)
+    assert (gone.code, gone.out) == (2, "")
+    assert "is missing, but had 2 lines" in gone.err
+
+
+def test_rotate(ledger: Command, path: Path, tmp_path: Path) -> None:
+    new = Identity.generate("silo-1")
+    new.save(tmp_path / "new.key", b"correct horse")
+    words = tmp_path / "words"
+    words.write_bytes(b"correct horse\n")
+    words.chmod(0o600)
+    new.save(tmp_path / "plain.key")
+    arguments = ("rotate", path, "--old-key", tmp_path / "silo-1.key", "--new-key")
+    assert ledger(*arguments, tmp_path / "silo-1.key").code == 2
+    closed = (tmp_path / "new.key", "--new-passphrase-file", words)
+    for changed, key in ((True, closed), (False, (tmp_path / "plain.key",))):
+        done = ledger(*arguments, *key, "--json")
+        assert (done.code, done.err) == (0, "")
+        assert json.loads(done.out) == {
+            "path": str(path),
+            "name": "silo-1",
+            "old_fingerprint": SILO.card.fingerprint,
+            "fingerprint": new.card.fingerprint,
+            "changed": changed,
+        }
+    said = ledger(*arguments, tmp_path / "plain.key").out
+    assert "was done already" in said
+    assert f"goes on under the key {new.card.short_fingerprint} of silo-1" in said
+    assert verify_ledger(path, new.card).entries == 6
+    back = ledger(
+        *("rotate", path, "--old-key", tmp_path / "new.key", "--old-passphrase-file", words),
+        *("--new-key", tmp_path / "silo-1.key"),
+    )
+    assert (back.code, back.out) == (2, "")
+
+
+@pytest.mark.parametrize("place", ["", "/", ".", "/dev/null", "missing/../x/..", "x" * 300 + ".jsonl"])
+def test_a_place_that_cannot_be_is_one_sentence(
+    ledger: Command, path: Path, tmp_path: Path, place: str
+) -> None:
+    key = ("--key", tmp_path / "silo-1.key")
+    ledger("export", path, "--out", tmp_path / "copy")
+    ledger("restore", tmp_path / "copy", "--out", tmp_path / "again.jsonl", *key)
+    for arguments in (
+        ("begin", place, *key),
+        ("restore", tmp_path / "copy", "--out", place, *key),
+        ("export", path, "--out", place),
+        ("verify", place),
+        ("confirm", tmp_path / "again.jsonl", *key, "--head", place),
+    ):
+        done = ledger(*arguments)
+        assert (done.code, done.out) == (2, "")
+        assert len(done.err.strip().splitlines()) == 1
+        assert "Traceback" not in done.err
+
+
 def test_verify(ledger: Command, path: Path) -> None:
     refuse(Ledger.open(path, SILO), round=4)
     done = ledger("verify", path)
@@ -165,7 +241,7 @@ def test_what_exists_is_kept(ledger: Command, path: Path, tmp_path: Path) -> Non
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("command", ["verify", "export", "restore", "confirm"])
+@pytest.mark.parametrize("command", ["begin", "rotate", "verify", "export", "restore", "confirm"])
 def test_help_has_an_example(ledger: Command, command: str) -> None:
     done = ledger(command, "--help")
     assert done.code == 0

@@ -6,15 +6,18 @@ import hashlib
 import json
 import math
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from securefl import ledger_copies
 from securefl.account import Account
 from securefl.crypto.identity import Identity, Signatures
 from securefl.errors import BadSignature, BudgetExceeded, LedgerCorrupt, Refused, UsageError
-from securefl.ledger import Ledger, head_path, verify_ledger
+from securefl.files import write_new
+from securefl.ledger import Ledger, head_path, rotate_ledger, verify_ledger
 from securefl.ledger_copies import confirm_ledger, export_ledger, restore_ledger
 from securefl.receipt import make_receipt, read_receipt
 from securefl.release import canonical_json
@@ -27,6 +30,7 @@ from tests.ledgers import (
     finished_ledger,
     gaussian,
     lines_of,
+    point,
     rechain,
     refuse,
     signed,
@@ -137,12 +141,72 @@ def test_nothing_is_overwritten(story: Path, tmp_path: Path) -> None:
     """Least of all a head record that is left: it may be the one that shows what had left."""
     path = tmp_path / "silo-1.jsonl"
     for place in (path, head_path(path)):
-        place.write_bytes(b"mine")
+        place.write_bytes(b"mine")  # a broken head record may still be of use to somebody
         with pytest.raises(UsageError, match=f"{place.name}: exists already"):
             restore_ledger(story / "copy", path, SILO)
         assert place.read_bytes() == b"mine"
         place.unlink()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_restore_that_was_killed_is_done_again(
+    story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between head record and ledger; the head is then of a restored line that never was."""
+    path = tmp_path / "silo-1.jsonl"
+
+    def killed(place: Path, data: bytes, mode: int) -> None:
+        if place == path:
+            raise KeyboardInterrupt
+        write_new(place, data, mode)
+
+    monkeypatch.setattr(ledger_copies, "write_new", killed)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            restore_ledger(story / "copy", path, SILO)
+        assert list(tmp_path.iterdir()) == [head_path(path)]
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="is missing, but had 7 lines"):
+        Ledger.create(path, SILO)
+    summary = restore_ledger(story / "copy", path, SILO)
+    assert (summary.entries, summary.restored, summary.notes) == (7, True, ())
+    with pytest.raises(UsageError, match=r"silo-1\.jsonl: exists already"):
+        restore_ledger(story / "copy", path, SILO)
+
+
+def test_no_other_head_is_taken_for_that_of_a_killed_restore(
+    story: Path, restored: Path, tmp_path: Path
+) -> None:
+    """Of the lost ledger; of the restored one, once a line follows; of what only looks like it."""
+    path, lines = tmp_path / "again.jsonl", lines_of(restored)
+    lost = lines_of(story / "silo-1.jsonl")
+    account = json.loads(head_path(restored).read_bytes())["accounts"]["notes"]
+    charge(Ledger.open(restored, SILO, clock()), round=9)
+    for write in (
+        lambda: write_head(path, lost[:6]),
+        lambda: write_head(path, lost[:7]),
+        lambda: write_head(path, lost),
+        lambda: write_head(path, lines_of(restored)),
+        lambda: write_head(path, lines, OTHER),
+        lambda: write_head(path, lines, restored=False),
+        lambda: write_head(path, lines, accounts={"notes": {**account, "nonprivate_releases": 9}}),
+        lambda: write_head(path, lines, history=[point(lines, 0)]),
+        lambda: write_head(path, lines, history=[point(lines, 1), point(lines, 6)]),
+        lambda: head_path(path).mkdir(),
+    ):
+        write()
+        with pytest.raises(UsageError, match=r"again\.head\.json: exists already"):
+            restore_ledger(story / "copy", path, SILO)
+        if head_path(path).is_file():
+            head_path(path).unlink()
+    head_path(path).rmdir()
+    write_head(path, lines)
+    assert restore_ledger(story / "copy", path, SILO).entries == 7
+
+
+def test_copies_and_restored_ledgers_are_for_their_owner_alone(story: Path, restored: Path) -> None:
+    for file in (story / "copy", restored, head_path(restored)):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(
@@ -191,9 +255,22 @@ def test_a_restored_ledger_makes_no_private_release(restored: Path) -> None:
 
 def test_a_run_that_a_restore_interrupted_is_known(restored: Path, story: Path) -> None:
     ledger = Ledger.open(restored, SILO)
-    assert ledger.interrupted(RUN)
-    assert not ledger.interrupted("9" * 32), "a run that begins now"
-    assert not Ledger.open(story / "silo-1.jsonl", SILO).interrupted(RUN)
+    other, third = "9" * 32, "8" * 32
+    for first in (True, False):
+        assert ledger.interrupted(RUN, first=first)
+        assert not Ledger.open(story / "silo-1.jsonl", SILO).interrupted(RUN, first=first)
+        assert not Ledger.open(story / "silo-1.jsonl", SILO).interrupted(other, first=first)
+    assert not ledger.interrupted(other, first=True), "a run that begins now"
+    assert ledger.interrupted(other, first=False), "it may have begun before the loss, after the copy"
+    for run in (RUN, other):
+        refuse(ledger, run=run, round=9, clause="ledger")
+        assert ledger.interrupted(run, first=False), "to have refused it for that does not lift it"
+    charge(ledger, run=other)
+    confirm_ledger(restored, SILO, head=story / "kept-7.json")
+    ledger.refresh()
+    assert not ledger.interrupted(other, first=False), "its answers are all here"
+    assert ledger.interrupted(RUN, first=False)
+    assert ledger.interrupted(third, first=False), "confirming brings back sums, and no answers"
 
 
 def test_a_forged_private_release_of_a_restored_ledger_is_noticed(story: Path, restored: Path) -> None:
@@ -265,7 +342,7 @@ def test_a_head_that_is_not_this_ledgers_is_refused(story: Path, restored: Path,
         charge(other, round=number)
     with pytest.raises(Refused, match="is of another ledger than the one that the copy was made from"):
         confirm_ledger(restored, SILO, head=head_path(other.path))
-    with pytest.raises(Refused, match="is of another ledger"):  # its own head, of after the restore
+    with pytest.raises(Refused, match="restored and not yet confirmed"):  # its own, of after the restore
         confirm_ledger(restored, SILO, head=head_path(restored))
     write_head(tmp_path / "kept.jsonl", lines[:6], hash="0" * 64)
     with pytest.raises(Refused, match="names another entry 5"):
@@ -336,6 +413,109 @@ def test_a_confirmation_without_a_restore_is_noticed(story: Path, restored: Path
     rechain(restored, [*documents[:-2], documents[-1]])
     with pytest.raises(LedgerCorrupt, match="line 7: confirms a ledger that was not restored"):
         verify_ledger(restored)
+
+
+# --- one copy restored again and again
+
+
+def lose(path: Path) -> Path:
+    """The ledger is gone; its head record was kept elsewhere."""
+    path.unlink()
+    return head_path(path).rename(path.with_name(f"kept-{len(list(path.parent.iterdir()))}.json"))
+
+
+def test_each_loss_of_one_copy_is_confirmed_by_the_newest_head(
+    story: Path, restored: Path, tmp_path: Path
+) -> None:
+    """The same copy three times: .5, by the first head 1.3 (.5, 1.2), then .84, and then .7 in squares."""
+    confirm_ledger(restored, SILO, head=story / "kept-7.json")
+    charge(Ledger.open(restored, SILO, clock()), round=9, claim=gaussian(0.84))
+    second = lose(restored)
+    restore_ledger(story / "copy", restored, SILO, clock())
+    notes = confirm_ledger(restored, SILO, head=second).accounts["notes"]
+    assert notes.mu == pytest.approx(math.sqrt(1.3**2 + 0.84**2), abs=1e-12)
+    charge(Ledger.open(restored, SILO, clock()), round=9, claim=gaussian(0.7))
+    export_ledger(restored, tmp_path / "second-copy")
+    third = lose(restored)
+    history = [json.loads(head.read_bytes())["history"] for head in (second, third)]
+    assert history[0][0] == history[1][0] == point(lines_of(story / "silo-1.jsonl"), 0)
+    assert [[entry["index"] for entry in one] for one in history] == [[0, 6], [0, 6]]
+    assert history[0][1] != history[1][1]
+    restore_ledger(story / "copy", restored, SILO, clock())
+    notes = confirm_ledger(restored, SILO, head=third).accounts["notes"]
+    assert notes.mu == pytest.approx(math.sqrt(1.3**2 + 0.84**2 + 0.7**2), abs=1e-12)
+    lose(restored)
+    # A copy of the third of these ledgers is confirmed by no head of the first or the second.
+    restore_ledger(tmp_path / "second-copy", restored, SILO, clock())
+    for head in (story / "kept-7.json", second):
+        with pytest.raises(Refused, match="is of another ledger than the one that the copy was made from"):
+            confirm_ledger(restored, SILO, head=head)
+    notes = confirm_ledger(restored, SILO, head=third).accounts["notes"]
+    assert notes.mu == pytest.approx(math.sqrt(1.3**2 + 0.84**2 + 0.7**2), abs=1e-12)
+    third_history = json.loads(head_path(restored).read_bytes())["history"]
+    assert (third_history[:2], third_history[2]["index"]) == (history[1], 9)
+
+
+def test_a_head_that_parted_before_the_copy_ends_does_not_know_it(story: Path, tmp_path: Path) -> None:
+    """Restored from a copy after entry 3 and confirmed too early: what entries 4 and 5 spent is not in it."""
+    path = tmp_path / "silo-1.jsonl"
+    lines = lines_of(story / "silo-1.jsonl")
+    path.write_bytes(b"".join(lines[:4]))
+    write_head(path, lines[:4])
+    export_ledger(path, tmp_path / "older")
+    by = lose(path)
+    restore_ledger(tmp_path / "older", path, SILO, clock())
+    confirm_ledger(path, SILO, head=by)
+    ledger = Ledger.open(path, SILO, clock())
+    for number in range(10, 13):
+        charge(ledger, round=number, claim=gaussian(1.2))
+    more = lose(path)
+    assert json.loads(more.read_bytes())["index"] > 5, "and it has more lines, and higher accounts"
+    restore_ledger(story / "copy", path, SILO, clock())
+    with pytest.raises(Refused, match=r"restored from an older copy \(as entry 4, this copy ends with 5\)"):
+        confirm_ledger(path, SILO, head=more)
+    lose(path)
+    restore_ledger(tmp_path / "older", path, SILO, clock())
+    assert not confirm_ledger(path, SILO, head=more).restored
+
+
+def test_a_head_under_later_keys_confirms_once_the_ledger_has_them(
+    story: Path, restored: Path, tmp_path: Path
+) -> None:
+    new = Identity.generate("silo-1")
+    confirm_ledger(restored, SILO, head=story / "kept-7.json")
+    ledger = Ledger.open(restored, SILO, clock())
+    ledger.rotate(new)
+    charge(ledger, round=9, claim=gaussian(0.84))
+    kept = lose(restored)
+    restore_ledger(story / "copy", restored, SILO, clock())
+    with pytest.raises(LedgerCorrupt, match=r"go on under those first \(securefl ledger rotate\)"):
+        confirm_ledger(restored, SILO, head=kept)
+    assert rotate_ledger(restored, SILO, new)
+    notes = confirm_ledger(restored, new, head=kept).accounts["notes"]
+    assert notes.mu == pytest.approx(math.sqrt(1.3**2 + 0.84**2), abs=1e-12)
+
+
+def test_a_ledger_is_restored_so_often_and_no_more(tmp_path: Path) -> None:
+    """The genesis line and 63 restores: the list in its head record has an end."""
+    path = Ledger.create(tmp_path / "a.jsonl", SILO, clock()).path
+    lines = lines_of(path)
+    for _ in range(64):
+        last = point(lines, len(lines) - 1)
+        document = {"version": 2, "entry": "restored", "index": len(lines), "head": last}
+        lines.append(signed({**document, "time": 1_760_000_100.5, "previous": last["hash"]}))
+    path.write_bytes(b"".join(lines[:64]))
+    write_head(path, lines[:64])
+    assert verify_ledger(path).entries == 64
+    assert len(json.loads(head_path(path).read_bytes())["history"]) == 64
+    export_ledger(path, tmp_path / "copy")
+    with pytest.raises(LedgerCorrupt, match="line 65: was restored 63 times, and may not be once more"):
+        restore_ledger(tmp_path / "copy", tmp_path / "b.jsonl", SILO)
+    assert not (tmp_path / "b.head.json").exists()
+    path.write_bytes(b"".join(lines))
+    write_head(path, lines)
+    with pytest.raises(LedgerCorrupt, match="line 65: was restored 63 times"):
+        verify_ledger(path)
 
 
 # --- confirmed by a receipt
@@ -444,7 +624,7 @@ def test_what_an_earlier_restore_left_open_is_not_forgotten(
     charge(ledger, round=10)
     again = tmp_path / "again.jsonl"
     restore_ledger(tmp_path / "second", again, SILO, clock())
-    with pytest.raises(Refused, match="from before an earlier restore was confirmed"):
+    with pytest.raises(Refused, match="restored and not yet confirmed"):
         confirm_ledger(again, SILO, head=head_path(restored))
     with pytest.raises(Refused, match="lost before an earlier restore"):
         by_receipt(again, receipt())

@@ -12,7 +12,7 @@ import pytest
 
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import BudgetExceeded, LedgerCorrupt, Refused, UsageError
-from securefl.ledger import Ledger, ReleaseEntry, head_path, verify_ledger
+from securefl.ledger import Ledger, ReleaseEntry, head_path, rotate_ledger, verify_ledger
 from securefl.release import canonical_json
 from tests.ledgers import (
     OTHER,
@@ -26,6 +26,7 @@ from tests.ledgers import (
     gaussian,
     head_of,
     lines_of,
+    point,
     rechain,
     refuse,
     signed,
@@ -194,7 +195,8 @@ def test_the_head_says_what_the_lines_add_up_to(path: Path) -> None:
         {"accounts": {"notes": {**account, "mu": 0.4}}},
         {"accounts": {"notes": {**account, "nonprivate_releases": 1}}},
         {"accounts": {"notes": account, "images": account}},
-        {"history": hashlib.sha256(lines[1]).hexdigest()},
+        {"history": [point(lines, 1)]},
+        {"history": [point(lines, 0), point(lines, 3)]},
         {"restored": True},
         {"time": 0.5},
     ):
@@ -462,6 +464,31 @@ def test_a_crash_between_a_rotation_and_its_head(path: Path) -> None:
         Ledger.open(path, SILO)
     charge(Ledger.open(path, NEW), round=4)
     assert (verify_ledger(path, NEW.card).entries, verify_ledger(path).notes) == (7, ())
+
+
+def test_a_rotation_is_finished_and_not_made_twice(path: Path) -> None:
+    before, head = path.read_bytes(), head_path(path).read_bytes()
+    with pytest.raises(LedgerCorrupt, match="another identity than silo-1"):
+        rotate_ledger(path, Identity.generate("silo-1"), NEW)
+    assert path.read_bytes() == before
+    assert rotate_ledger(path, SILO, NEW)
+    lines = path.read_bytes()
+    head_path(path).write_bytes(head)  # killed before the head: it is that of the old keys
+    for _ in range(2):
+        assert not rotate_ledger(path, SILO, NEW)
+        assert (path.read_bytes(), verify_ledger(path, NEW.card).notes) == (lines, ())
+    # Killed inside the line: the old keys still hold.
+    path.write_bytes(lines[:-9])
+    head_path(path).write_bytes(head)
+    assert rotate_ledger(path, SILO, NEW)
+    assert verify_ledger(path, NEW.card).entries == 6
+    # Not done already: from keys that it never had, to other new ones, from a key to itself.
+    with pytest.raises(LedgerCorrupt, match="another identity than silo-1"):
+        rotate_ledger(path, Identity.generate("silo-1"), NEW)
+    with pytest.raises(LedgerCorrupt, match="newer keys than these of silo-1"):
+        rotate_ledger(path, SILO, Identity.generate("silo-1"))
+    with pytest.raises(UsageError, match="new keys of the name silo-1 only"):
+        rotate_ledger(path, NEW, NEW)
 
 
 # --- crashes

@@ -14,7 +14,9 @@ import pytest
 
 from securefl.cli import app
 from securefl.config import parse_config, reference
+from securefl.crypto.trust import TrustStore
 from securefl.release import PayloadKind
+from tests.federation import RUN, make_parties, tiny_config
 from tests.silos import lay_out
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
@@ -56,6 +58,41 @@ def test_a_client_of_a_few_lines_runs(
     exec(_block("python", "In a silo"), names)  # noqa: S102 - the README's own lines
     names["client"].close()
     assert silo.serve().receive(names["reply"]).kind is PayloadKind.MODEL
+
+
+def test_the_coordinators_lines_run(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parties = make_parties(tiny_config(tiny_encoder, tiny_data), tmp_path)
+    labels = parties.corpus.labels
+    coordinator = parties.server.identity
+    (tmp_path / "keys").mkdir()
+    coordinator.save(tmp_path / "keys" / "coordinator.key")
+    store = TrustStore.open(tmp_path / "trust", create=True)
+    for card in parties.server.roster.values():
+        store.add(card, card.fingerprint)
+    (tmp_path / "run.toml").write_text(f"""
+[federation]
+method = "fedavg"
+rounds = 2
+[data]
+train = "nobody reads this.csv"
+labels = {list(labels)}
+[slm]
+models = ["{tiny_encoder}"]
+max_length = 16
+epochs = 1
+batch_size = 8
+""")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {
+        "run": RUN,
+        "exchange": lambda silo, plan: parties.clients[silo].handle(plan),
+    }
+    exec(_block("python", "The coordinator"), names)  # noqa: S102 - the README's own lines
+    assert names["server"].finished
+    assert not names["server"].dropped
+    assert set(names["server"].metrics) == set(parties.clients)
 
 
 def test_every_command_in_it_exists() -> None:

@@ -20,12 +20,12 @@ from securefl.errors import (
     DataError,
     PolicyRefusal,
     SecureflError,
-    UnknownSender,
     UsageError,
 )
 from securefl.ledger import verify_ledger
+from securefl.models import load_trained
 from securefl.policy import Policy
-from securefl.release import PayloadKind, decode, release_from
+from securefl.release import PayloadKind, decode, fingerprint, release_from
 from securefl.silo import open_client
 from tests.silos import PASSPHRASE, Laid, lay_out
 
@@ -79,7 +79,7 @@ def test_a_label_that_a_silo_lacks_does_not_shrink_its_head(lay: Made) -> None:
         ('labels = ["a", "b"]', "", ConfigError, "data.labels: is required for a client"),
         ('labels = ["a", "b"]', 'labels = ["b", "a"]', ConfigError, "data.labels: .*must be sorted"),
         ('labels = ["a", "b"]', 'labels = ["a", "c"]', DataError, "label .* does not occur in data.labels"),
-        ('server = "coordinator"', 'server = "nobody"', UnknownSender, "nobody"),
+        ('server = "coordinator"', 'server = "nobody"', ConfigError, "nobody"),
         ('server = "coordinator"', 'server = "hospital-b"', ConfigError, "client.peers"),
         ('"hospital-b", "hospital-c"', '"hospital-b", "hospital-a"', ConfigError, "client.peers"),
         ("fedcba", "FEDCBA", ConfigError, "client.run"),
@@ -109,12 +109,25 @@ def test_a_client_without_its_section(lay: Made) -> None:
 def test_a_ledger_that_is_gone_is_not_begun_anew(lay: Made) -> None:
     """Deleting the ledger would give the data set its whole budget back."""
     silo = lay()
-    client = open_client(silo.config, silo.identity)
-    client.handle(silo.serve().outgoing()["hospital-a"])
-    client.close()
-    (silo.folder / "ledger.jsonl").unlink()
-    with pytest.raises(UsageError, match=r"ledger\.jsonl: is missing, though"):
+    for path in silo.folder.glob("ledger.*"):
+        path.unlink()
+    with pytest.raises(UsageError, match=r"ledger\.jsonl: there is no ledger"):
         open_client(silo.config, silo.identity)
+    assert not (silo.folder / "ledger.jsonl").exists()
+
+
+def test_a_silo_has_one_ledger_wherever_it_is_started(lay: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    silo = lay()
+    (silo.folder / "elsewhere").mkdir()
+    monkeypatch.chdir(silo.folder)
+    here = load_config("client.toml").client
+    monkeypatch.chdir(silo.folder / "elsewhere")
+    there = load_config("../client.toml").client
+    assert here is not None
+    assert there is not None
+    for key in ("identity", "trust", "policy", "ledger", "state"):
+        assert Path(getattr(here, key)).resolve() == Path(getattr(there, key)).resolve()
+        assert Path(getattr(here, key)).resolve().is_relative_to(silo.folder.resolve())
 
 
 def test_a_policy_that_another_may_write_stops_the_client(lay: Made) -> None:
@@ -205,13 +218,8 @@ def _plan_file(silo: Laid) -> Path:
     return path
 
 
-def _begun(silo: Laid) -> None:
-    open_client(silo.config, silo.identity).close()
-
-
 def test_a_dry_run_prints_what_would_leave(lay: Made, capsys: pytest.CaptureFixture[str]) -> None:
     silo = lay(passphrase=PASSPHRASE)
-    _begun(silo)
     secret = silo.folder / "passphrase"
     secret.write_bytes(PASSPHRASE + b"\n")
     secret.chmod(0o600)
@@ -243,7 +251,6 @@ def test_a_dry_run_prints_what_would_leave(lay: Made, capsys: pytest.CaptureFixt
 
 def test_a_dry_run_as_a_table(lay: Made, capsys: pytest.CaptureFixture[str]) -> None:
     silo = lay()
-    _begun(silo)
     assert _run("client", silo.config_file, "--dry-run", _plan_file(silo)) == 0
     out = capsys.readouterr().out
     for part in (
@@ -258,13 +265,60 @@ def test_a_dry_run_as_a_table(lay: Made, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_dry_run_of_what_the_policy_forbids_exits_3(lay: Made, capsys: pytest.CaptureFixture[str]) -> None:
     silo = lay(kinds=(PayloadKind.METRICS,))
-    _begun(silo)
     assert _run("client", silo.config_file, "--dry-run", _plan_file(silo), "--json") == 3
     streams = capsys.readouterr()
     document = json.loads(streams.out)
     assert document["answer"] is None
     assert document["refused"][0]["clause"] == "kinds"
-    assert "kinds: model is not listed" in streams.err
+    assert "model is not listed" in document["refused"][0]["reason"]
+    assert "forbids it: kinds" in streams.err
+
+
+def test_a_dry_run_names_every_clause_at_once(lay: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    silo = lay(kinds=(), servers=(), approval=None)
+    assert _run("client", silo.config_file, "--dry-run", _plan_file(silo), "--json") == 3
+    clauses = [one["clause"] for one in json.loads(capsys.readouterr().out)["refused"]]
+    assert clauses == ["approval", "servers", "kinds"]
+
+
+def test_a_dry_run_of_an_answered_plan_says_so(lay: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    silo = lay(kinds=(PayloadKind.METRICS,))
+    plan = _plan_file(silo)
+    client = open_client(silo.config, silo.identity)
+    client.handle(plan.read_bytes())
+    client.close()
+    path = silo.folder / "policy.toml"
+    path.write_text(path.read_text().replace('kinds = ["metrics"]', 'kinds = ["model", "metrics"]'))
+    assert _run("client", silo.config_file, "--dry-run", plan) == 0
+    assert 'answered before with a signed "unavailable"' in capsys.readouterr().out
+    other = silo.serve()
+    other.model = {name: array + 1 for name, array in other.model.items()}
+    plan.write_bytes(other.outgoing()["hospital-a"])
+    assert _run("client", silo.config_file, "--dry-run", plan) == 4
+    assert "another plan" in capsys.readouterr().err
+
+
+def test_a_refusal_that_is_asked_for_again_names_its_clause_again(lay: Made) -> None:
+    silo = lay(kinds=(PayloadKind.METRICS,))
+    plan = silo.serve().outgoing()["hospital-a"]
+    client = open_client(silo.config, silo.identity)
+    client.handle(plan)
+    client.close()
+    again = open_client(silo.config, silo.identity)
+    again.handle(plan)
+    assert [refusal.clause for refusal in again.refusals] == ["kinds"]
+    again.close()
+
+
+def test_the_trained_model_can_be_kept(lay: Made, tmp_path: Path) -> None:
+    silo = lay()
+    server, client = silo.serve(), open_client(silo.config, silo.identity)
+    client.handle(server.outgoing()["hospital-a"])
+    client.save_model(tmp_path / "model")
+    kept = load_trained(tmp_path / "model")
+    assert fingerprint(kept.state()) == fingerprint(client.slm.state())
+    assert "no finite epsilon" in (tmp_path / "model" / "README.md").read_text()
+    client.close()
 
 
 def test_a_dry_run_beside_the_running_client(lay: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +331,6 @@ def test_a_dry_run_beside_the_running_client(lay: Made, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("data", [b"", b"SECUREFL", b"x" * 5000])
 def test_a_dry_run_of_rubbish_exits_4(lay: Made, capsys: pytest.CaptureFixture[str], data: bytes) -> None:
     silo = lay()
-    _begun(silo)
     (silo.folder / "plan").write_bytes(data)
     assert _run("client", silo.config_file, "--dry-run", silo.folder / "plan") == 4
     assert capsys.readouterr().err.count("\n") == 1

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from securefl._tables import Table, read_table
+from securefl._tables import Table, read_table, read_texts
 from securefl.errors import DataError
+from tests.leaks import assert_no_leak
 
 SECRET = "the patient said so"  # no message may hold a row's text
 
@@ -67,6 +68,7 @@ def refusal(path: Path, content: bytes | str) -> str:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError) as caught:
         read(path)
+    assert_no_leak(caught.value, SECRET)
     return checked(str(caught.value), path)
 
 
@@ -256,6 +258,14 @@ def test_a_missing_file_a_directory_and_an_unknown_suffix(tmp_path: Path) -> Non
         ("f.csv", b"\xef\xbb\xbftext,label\nab\xff,0\n", "not UTF-8 at byte offset 16"),
         ("f.csv", "text,label\n".encode("utf-16"), "not UTF-8 at byte offset 0"),
         ("f.jsonl", b'{"text":"\xe9t\xe9"}', "not UTF-8 at byte offset 9"),
+        # What a parser's own error would hold.
+        ("f.csv", f"text,label\n{SECRET}".encode() + b"\xff,0\n", "not UTF-8 at byte offset 30"),
+        ("f.jsonl", f'{{"text":"{SECRET}'.encode() + b'\xff"}', "not UTF-8 at byte offset 28"),
+        ("f.jsonl", f'{{"text":"{SECRET} \\ud83d","label":"0"}}', "line 1: .* holds half a surrogate pair"),
+        ("f.jsonl", f'{{"text":"a","text":"{SECRET}"}}', "line 1: an object has one field twice"),
+        ("f.jsonl", f'{{"text":"{SECRET}","label":01}}', "line 1: is not valid JSON"),
+        ("f.jsonl", f'"{SECRET}', "line 1: is not valid JSON"),
+        ("f.jsonl", f'"{SECRET}"', "line 1: is not a JSON object"),
         ("f.parquet", b"", "not a readable Parquet file"),
         ("f.parquet", SECRET, "not a readable Parquet file"),
     ],
@@ -265,6 +275,21 @@ def test_a_bad_file_is_refused_with_its_place(
 ) -> None:
     message = refusal(tmp_path / name, content)
     assert re.search(fault, message), message
+
+
+def test_no_error_of_texts_alone_leads_to_one(tmp_path: Path) -> None:
+    for name, content in {
+        "f.csv": f"text\n{SECRET}".encode() + b"\xff\n",
+        "g.csv": f'text\n"{SECRET}" x\n'.encode(),
+        "f.tsv": f"text\n{SECRET}\t1\n".encode(),
+        "f.jsonl": f'{{"text":"{SECRET}'.encode(),
+        "g.jsonl": f'{{"text":"{SECRET}\\udc00"}}'.encode(),
+        "f.parquet": f"PAR1{SECRET}PAR1".encode(),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            read_texts(tmp_path / name, "text")
+        assert_no_leak(caught.value, SECRET)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -309,7 +334,7 @@ def test_parquet_with_a_column_twice_or_text_that_is_not_utf8(tmp_path: Path) ->
     twice = pa.table([["a"], ["0"], ["b"]], names=["text", "label", "text"])
     pq.write_table(twice, path)
     assert 'two columns "text"' in refusal(path, path.read_bytes())
-    raw = pa.array([b"\xff\xfe"], pa.binary())
+    raw = pa.array([SECRET.encode() + b"\xff\xfe"], pa.binary())
     text = pa.StringArray.from_buffers(1, raw.buffers()[1], raw.buffers()[2])
     pq.write_table(pa.table({"text": text, "label": ["0"]}), path)
     assert 'column "text" is not UTF-8' in refusal(path, path.read_bytes())

@@ -252,13 +252,19 @@ LINES = (FOLDER / "ledger-1.jsonl").read_bytes().splitlines(keepends=True)
 HEAD = (FOLDER / "ledger-1.head.json").read_bytes()
 
 
+def lines_of(case: Case) -> list[bytes]:
+    return [LINES[line - 1] if isinstance(line, int) else line.encode("ascii") for line in case["lines"]]
+
+
+def head_of(case: Case) -> bytes:
+    return case["head"].encode("ascii") if case.get("head") else HEAD
+
+
 def ledger_of(case: Case, folder: Path) -> Path:
-    lines = [LINES[line - 1] if isinstance(line, int) else line.encode("ascii") for line in case["lines"]]
     path = folder / "ledger-1.jsonl"
-    path.write_bytes(b"".join(lines))
-    head = case["head"].encode("ascii") if case.get("head") else HEAD
+    path.write_bytes(b"".join(lines_of(case)))
     if case.get("head", "") is not None:
-        (folder / "ledger-1.head.json").write_bytes(head)
+        (folder / "ledger-1.head.json").write_bytes(head_of(case))
     return path
 
 
@@ -267,7 +273,9 @@ def test_ledgers(case: Case, tmp_path: Path) -> None:
     path = ledger_of(case, tmp_path)
     if case["error"] is None:
         summary = verify_ledger(path)
-        assert (summary.entries, len(summary.releases), len(summary.refusals)) == (8, 4, 1)
+        whole = [line for line in case["lines"] if isinstance(line, int) or line.endswith("\n")]
+        assert (summary.entries, len(summary.releases), len(summary.refusals)) == (len(whole), 4, 1)
+        assert summary.restored == case.get("restored", False)
         assert summary.fingerprint == LEDGERS["identities"]["silo-1-next"]["fingerprint"]
         return
     with pytest.raises(LedgerCorrupt) as caught:
@@ -311,10 +319,31 @@ def test_the_second_reader_refuses_what_the_chain_shows() -> None:
         "signature-ed25519",
         "by-old-keys",
         "no-consent",
+        "head-account",
+        "head-history",
+        "head-restored",
+        *(f"history-{what}" for what in ("last", "first", "gap", "order", "index")),
     ]
     chosen = [case for case in LEDGERS["cases"] if case["name"] in names]
     assert len(chosen) == len(names)
     for case in chosen:
-        lines = [LINES[line - 1] if isinstance(line, int) else line.encode() for line in case["lines"]]
         with pytest.raises(reader.Refusal):
-            reader.read_ledger(lines, HEAD)
+            reader.read_ledger(lines_of(case), head_of(case))
+
+
+def test_restored_ledgers_read_by_the_second_reader() -> None:
+    """And what confirms them, by the second reader alone: the first has a test of its own."""
+    cases = {case["name"]: case for case in LEDGERS["cases"] if case.get("restored") is not None}
+    assert {name: case["restored"] for name, case in cases.items()} == {
+        "restored": True,
+        "restored-twice": True,
+        "restored-confirmed": False,
+    }
+    for case in cases.values():
+        assert len(reader.read_ledger(lines_of(case), head_of(case))) == len(case["lines"])
+    copy, confirmed = json.loads(HEAD), json.loads(cases["restored-confirmed"]["head"])
+    assert reader.may_confirm(copy, copy)
+    assert reader.may_confirm(confirmed, copy)
+    for name in ("restored", "restored-twice"):
+        assert not reader.may_confirm(json.loads(cases[name]["head"]), copy), "itself not confirmed"
+        assert not reader.may_confirm(copy, json.loads(cases[name]["head"])), "older than the copy"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ import typer
 
 from securefl.console import ERR, Json, print_json, say, shown
 from securefl.errors import UsageError
-from securefl.files import check_out, read_limited, write_new
+from securefl.files import check_out, make_folder, read_limited, write_new
 
 if TYPE_CHECKING:
     from securefl.crypto.identity import Card, Identity
@@ -37,7 +36,10 @@ def _ask(question: str, otherwise: str) -> str:
     try:
         return getpass.getpass(question)
     except EOFError:
-        raise UsageError(f"nothing was entered; {otherwise}") from None
+        fault = "nothing was entered"
+    except UnicodeDecodeError:
+        fault = "what was entered is not text in the terminal's encoding"
+    raise UsageError(f"{fault}; {otherwise}")  # outside: the error above holds what was entered
 
 
 def _ask_new(name: str) -> str:
@@ -65,25 +67,39 @@ def open_identity(path: Path, passphrase_file: Path | None) -> tuple[Identity, b
     return Identity.load(path, passphrase), passphrase
 
 
-def _writes(data: bytes) -> Callable[[Path], None]:
-    return lambda path: write_new(path, data)
+def _make_room(*paths: Path) -> None:
+    """See that none of the files is there, before any is written, and make their folders. Raises UsageError.
 
-
-def _write_all(files: dict[Path, Callable[[Path], None]]) -> None:
-    """Write every file, in order, or none; none over another."""
-    for path in files:
+    What is written then stays, whatever befalls the next: a key that somebody may use is never removed.
+    """
+    for path in paths:
         if os.path.lexists(path):
             raise UsageError(f"{path}: exists already and is not overwritten; choose another place")
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    written: list[Path] = []
+    for path in paths:
+        make_folder(path.parent)
+
+
+def _left_identity(key: Path, name: str, ask: bool, passphrase_file: Path | None) -> tuple[Identity, bool]:
+    """What a `keygen` left that ended before it wrote the card, and whether it is encrypted.
+
+    Raises UsageError, also where another user could have put it there.
+    """
+    from securefl.crypto.identity import Identity
+    from securefl.crypto.keyfiles import check_guarded
+
     try:
-        for path, write in files.items():
-            write(path)
-            written.append(path)
-    except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
+        check_guarded(key.parent.stat(), str(key.parent), "a folder of keys", private=False, folder=True)
+        encrypted = Identity.is_encrypted(key)
+        if ask and not encrypted:
+            raise UsageError("it is not encrypted, though --passphrase was given")
+        identity, _ = open_identity(key, passphrase_file)
+        if identity.name != name:
+            raise UsageError(f"it is the key of {identity.name}")
+    except UsageError as error:
+        raise UsageError(
+            f"{key}: exists already and is not overwritten, and its missing card cannot be written: {error}"
+        ) from None
+    return identity, encrypted
 
 
 def _show_identity(document: dict[str, Any], card: Card, as_json: bool) -> None:
@@ -91,6 +107,8 @@ def _show_identity(document: dict[str, Any], card: Card, as_json: bool) -> None:
     if as_json:
         print_json(document)
         return
+    if document.get("continued"):
+        say("The private key was there without its card; no new one was made, and the card was written now.")
     closed = "encrypted" if document["encrypted"] else "not encrypted"
     say(f"Private key (keep it here): {shown(document['key'])} ({closed})")
     say(f"Public card (give it out):  {shown(document['card'])}")
@@ -113,20 +131,36 @@ def keygen(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a silo's or a server's identity: a private file (mode 0600) and a public card."""
+    """Make a silo's or a server's identity: a private file (mode 0600) and a public card.
+
+    Where the private file is there without its card, since an earlier run was ended in between, only the
+    card is written.
+    """
     from securefl.crypto.identity import Identity
     from securefl.crypto.keyfiles import read_passphrase
 
     if ask and passphrase_file is not None:
         raise UsageError("give --passphrase, which asks, or --passphrase-file, not both")
     check_out(out)
-    identity = Identity.generate(name)
+    identity = Identity.generate(name)  # refuses a bad name, before it becomes part of a path
     key, card = out / f"{name}.key", out / f"{name}.card.json"
-    passphrase = None
-    if ask or passphrase_file is not None:
-        passphrase = read_passphrase(passphrase_file, lambda: _ask_new(name))
-    _write_all({key: lambda path: identity.save(path, passphrase), card: _writes(identity.card.to_json())})
-    document = {"name": name, "key": str(key), "card": str(card), "encrypted": passphrase is not None}
+    continued = os.path.lexists(key) and not os.path.lexists(card)
+    if continued:
+        identity, encrypted = _left_identity(key, name, ask, passphrase_file)
+    else:
+        passphrase, encrypted = None, ask or passphrase_file is not None
+        if encrypted:
+            passphrase = read_passphrase(passphrase_file, lambda: _ask_new(name))
+        _make_room(key, card)
+        identity.save(key, passphrase)
+    write_new(card, identity.card.to_json())
+    document = {
+        "name": name,
+        "key": str(key),
+        "card": str(card),
+        "encrypted": encrypted,
+        "continued": continued,
+    }
     _show_identity(document, identity.card, as_json)
 
 
@@ -158,13 +192,10 @@ def rotate(
     statement = Rotation.make(old, new.card)
     key, card = out / f"{new.name}.key", out / f"{new.name}.card.json"
     rotation = out / f"{new.name}.rotation.json"
-    _write_all(
-        {
-            key: lambda path: new.save(path, passphrase),
-            card: _writes(new.card.to_json()),
-            rotation: _writes(statement.data),
-        }
-    )
+    _make_room(key, card, rotation)
+    new.save(key, passphrase)
+    write_new(card, new.card.to_json())
+    write_new(rotation, statement.data)
     document = {
         "name": new.name,
         "key": str(key),
@@ -192,7 +223,8 @@ def revoke(
     check_out(out, file=True)
     identity, _ = open_identity(key, passphrase_file)
     statement = Revocation.make(identity)
-    _write_all({out: _writes(statement.data)})
+    _make_room(out)
+    write_new(out, statement.data)
     if as_json:
         print_json({"name": identity.name, "revocation": str(out), "fingerprint": identity.card.fingerprint})
         return

@@ -1,4 +1,4 @@
-"""`securefl ledger`: check a silo's record of what left it, copy it elsewhere, and come back from a copy."""
+"""`securefl ledger`: begin, check, rotate, copy and restore a silo's record of what left it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from securefl.commands.keys import PassphraseFile, open_identity
 from securefl.console import OUT, Json, print_json, say, shown
+from securefl.files import check_out
 
 if TYPE_CHECKING:
     from securefl.ledger import LedgerSummary
@@ -17,6 +18,10 @@ ledger_app = typer.Typer(no_args_is_help=True, help="A silo's record of what lef
 
 _Ledger = Annotated[Path, typer.Argument(metavar="PATH", help="NAME.jsonl")]
 _Key = Annotated[Path, typer.Option(help="The silo's private file.")]
+
+
+def _passphrase(key: str) -> Any:
+    return typer.Option(help=f"File with the passphrase of the {key} key (mode 0600); else you are asked.")
 
 
 def _document(summary: LedgerSummary) -> dict[str, Any]:
@@ -42,6 +47,59 @@ def _notes(summary: LedgerSummary) -> None:
         say("note: restored from a copy, so no private release is made until `securefl ledger confirm`")
 
 
+@ledger_app.command("begin", epilog="Example: securefl ledger begin hospital-a.jsonl --key hospital-a.key")
+def ledger_begin(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="NAME.jsonl to make; it must not exist.")],
+    key: _Key,
+    passphrase_file: PassphraseFile = None,
+    as_json: Json = False,
+) -> None:
+    """Begin a silo's ledger, once: what left before, by another ledger, is not counted in it."""
+    from securefl.ledger import Ledger
+
+    check_out(path, file=True)
+    identity, _ = open_identity(key, passphrase_file)
+    card = Ledger.create(path, identity).card
+    if as_json:
+        print_json({"path": str(path), "name": card.name, "fingerprint": card.fingerprint})
+        return
+    say(f"{shown(path)}: the ledger of {card.name}; nothing has left yet")
+
+
+@ledger_app.command(
+    "rotate",
+    epilog="Example: securefl ledger rotate hospital-a.jsonl --old-key old.key --new-key new.key",
+)
+def ledger_rotate(
+    path: _Ledger,
+    old_key: Annotated[Path, typer.Option(help="The private file whose keys it is under.")],
+    new_key: Annotated[Path, typer.Option(help="The private file that `securefl rotate` made.")],
+    old_passphrase_file: Annotated[Path | None, _passphrase("old")] = None,
+    new_passphrase_file: Annotated[Path | None, _passphrase("new")] = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with a ledger under new keys; afterwards the old ones can append nothing."""
+    from securefl.ledger import rotate_ledger
+
+    old, _ = open_identity(old_key, old_passphrase_file)
+    new, _ = open_identity(new_key, new_passphrase_file)
+    changed = rotate_ledger(path, old, new)
+    if as_json:
+        print_json(
+            {
+                "path": str(path),
+                "name": new.name,
+                "old_fingerprint": old.card.fingerprint,
+                "fingerprint": new.card.fingerprint,
+                "changed": changed,
+            }
+        )
+        return
+    if not changed:
+        say("Nothing to do: this was done already.")
+    say(f"{shown(path)}: goes on under the key {new.card.short_fingerprint} of {new.name}")
+
+
 @ledger_app.command("verify", epilog="Example: securefl ledger verify run/ledger/silo-1.jsonl")
 def ledger_verify(path: _Ledger, as_json: Json = False) -> None:
     """Check the hash chain, every signature and the accounts; exit 4 names the first bad entry."""
@@ -64,6 +122,7 @@ def ledger_export(
     """Verify a ledger and copy it, with its head record, into one file to keep elsewhere."""
     from securefl.ledger_copies import export_ledger
 
+    check_out(out, file=True)
     summary = export_ledger(path, out)
     if as_json:
         print_json({**_document(summary), "out": str(out)})
@@ -86,6 +145,7 @@ def ledger_restore(
     """Make a ledger of a copy; what left after the copy is unknown, so its whole budget counts as spent."""
     from securefl.ledger_copies import restore_ledger
 
+    check_out(out, file=True)
     identity, _ = open_identity(key, passphrase_file)
     summary = restore_ledger(file, out, identity)
     if as_json:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
-from securefl.console import ERR, OUT, Json, print_json, say, shown
-from securefl.errors import AwaitingApproval, NotAvailable, UsageError
-from securefl.files import check_out, read_limited, write_new
+from securefl.console import OUT, Json, print_json, say, shown
+from securefl.errors import AwaitingApproval, NotAvailable, PolicyRefusal, UsageError
+from securefl.files import check_out, make_folder, read_limited, write_new
 from securefl.messages import BAD_NAME
+from securefl.release import NonPrivate
 
 if TYPE_CHECKING:
     from securefl.config import Config
@@ -32,7 +34,7 @@ def _identity(config: Config, passphrase_file: Path | None) -> Identity:
 
 
 def client(
-    file: Annotated[Path, typer.Argument(help="Configuration (TOML) with a [client] section.")],
+    file: Annotated[Path, typer.Argument(help="Configuration (TOML) with a \\[client] section.")],
     dry_run: Annotated[
         Path | None,
         typer.Option(
@@ -61,13 +63,15 @@ def client(
         _show(found)
     refused = [one for one in found.refusals if not isinstance(one, AwaitingApproval)]
     if refused:
-        raise refused[0]
+        clauses = ", ".join(dict.fromkeys(one.clause for one in refused))
+        raise PolicyRefusal(f"nothing of this would leave; see above what forbids it: {clauses}", clauses)
 
 
 def described(found: Preview) -> dict[str, Any]:
     """A preview as JSON values: everything that would leave but the arrays' numbers."""
     document: dict[str, Any] = {
         "plan": found.hash,
+        "answered": None if found.answered is None else found.answered.entry,
         "asked": found.plan.model_dump(mode="json"),
         "refused": [{"clause": one.clause, "reason": str(one)} for one in found.refusals],
         "answer": None,
@@ -93,23 +97,36 @@ def described(found: Preview) -> dict[str, Any]:
 def _show(found: Preview) -> None:
     plan, release = found.plan, found.release
     say(f"Plan {shown(found.hash)}: round {plan.round} of {plan.rounds}, {plan.step}, {shown(plan.method)}")
+    if found.answered is not None:
+        how = "an answer" if found.answered.entry == "release" else 'a signed "unavailable"'
+        say(f"It was answered before with {how}, and the same bytes would go out again. Otherwise:")
     for one in found.refusals:
-        ERR.print(f"[yellow]{shown(one.clause)}: {shown(one)}[/]", soft_wrap=True)
+        say(f"[yellow]{shown(one.clause)}[/]: {shown(str(one).split(f'{one.clause}: ')[-1])}")
     if release is None or found.body is None:
         say('Nothing would leave but a signed "unavailable".')
         return
     whom = ", ".join(party.name for party in found.recipients)
-    table = Table("Field", "Value", title=f"Would leave: {release.kind.value}, readable by {shown(whom)}")
+    table = Table(
+        "Field",
+        Column("Value", overflow="fold"),
+        title=f"Would leave: {release.kind.value}, readable by {shown(whom)}",
+    )
     for name, value in sorted(release.info.items()):
-        table.add_row(shown(name), shown(value))
-    table.add_row("claim", shown(release.claim.model_dump(mode="json")))
-    for name, array in sorted(release.tensors.items()):
-        table.add_row(shown(name), f"{array.dtype} {list(array.shape)}, {array.nbytes:,} bytes")
+        table.add_row(shown(name), shown(", ".join(map(str, value)) if isinstance(value, list) else value))
+    claim = release.claim
+    private = (
+        f"none: {claim.reason}"
+        if isinstance(claim, NonPrivate)
+        else f"epsilon {claim.epsilon:.4g} at delta {claim.delta:g}"
+    )
+    table.add_row("privacy of this release", shown(private))
+    numbers = sum(array.size for array in release.tensors.values())
+    table.add_row("tensors", f"{len(release.tensors)} with {numbers:,} numbers; --json lists each")
     table.add_row("whole body", f"{len(found.body):,} bytes before sealing")
     OUT.print(table)
     if found.account is not None:
         epsilon = found.account.private_epsilon
-        total = "none" if epsilon is None else f"epsilon {epsilon:.4g} at delta {found.account.delta:g}"
+        total = "none yet" if epsilon is None else f"epsilon {epsilon:.4g} at delta {found.account.delta:g}"
         say(f"The data set's private releases would then add up to: {total}")
     say("Nothing was sent, charged or written down.")
 
@@ -119,26 +136,46 @@ def approve(
     config_file: Annotated[Path, typer.Option("--config", help="The client's configuration.")] = Path(
         "client.toml"
     ),
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     passphrase_file: Passphrase = None,
     as_json: Json = False,
 ) -> None:
-    """Let one waiting plan go on, where the policy says approval = "manual". The ledger records it."""
-    from securefl.approval import approve_plan
+    """Let one waiting plan go on, where the policy says approval = "manual". The ledger records it.
+
+    On a terminal it shows the plan and asks first.
+    """
+    from securefl.approval import approve_plan, waiting
     from securefl.config import load_config
 
     if re.fullmatch("[0-9a-f]{64}", plan) is None:
         raise UsageError("a plan's hash is 64 hexadecimal digits in lower case, and is given whole")
     config = load_config(config_file)
-    approved = approve_plan(config, _identity(config, passphrase_file), plan)
-    parameters = approved.model_dump(mode="json")
+    identity = _identity(config, passphrase_file)
+    parameters = waiting(config, identity, plan).model_dump(mode="json")
+    if not as_json:
+        table = Table("Parameter", Column("Value", overflow="fold"), title=f"Plan {plan}")
+        for name, value in parameters.items():
+            table.add_row(shown(name), shown(_plain(value)))
+        OUT.print(table)
+        if sys.stdin.isatty() and not yes:
+            typer.confirm("Approve it?", abort=True, err=True)
+    approve_plan(config, identity, plan)
     if as_json:
         print_json({"approved": plan, "plan": parameters})
         return
-    table = Table("Parameter", "Value", title=f"Approved: {plan}")
-    for name, value in parameters.items():
-        table.add_row(shown(name), shown(value))
-    OUT.print(table)
-    say("The client answers it when the server asks again; any other plan waits anew.")
+    say("Approved. The client answers it when the server asks again; any other plan waits anew.")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value)) or "none"
+    if isinstance(value, dict):
+        return (
+            value["name"]
+            if set(value) == {"name", "key"}
+            else ", ".join(f"{k} {v}" for k, v in value.items())
+        )
+    return "none" if value is None else str(value)
 
 
 def policy(
@@ -155,7 +192,7 @@ def policy(
         text = Policy(name=name).to_toml()
     except ValidationError:
         raise UsageError(BAD_NAME) from None
-    place.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(place.parent)
     write_new(place, text.encode())
     say(f"{shown(out)}: permits nothing yet; set the clauses that may be")
 

@@ -4,15 +4,17 @@ Every identity signs with Ed25519 and with ML-DSA-65 (FIPS 204), and a signature
 receives under the hybrid KEM X25519 with ML-KEM-768 (FIPS 203) of HPKE (RFC 9180). So either half may fall,
 the post-quantum or the classical one, and the other still protects. Private keys leave this room only
 through `Identity.save`, under a passphrase where one is given; nothing here prints them, and an `Identity`
-cannot be pickled.
+cannot be pickled. A parser's error holds what it read, so ours is raised when that one has been let go: not
+even `__context__` leads from it to a private file.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -65,10 +67,9 @@ def from_base64(text: object, size: int) -> bytes:
     """The one canonical base64 of exactly `size` bytes. Raises ValueError, without the text, otherwise."""
     if not isinstance(text, str):
         raise ValueError("not a base64 string")
-    try:
+    data = b""
+    with suppress(ValueError):
         data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError("not base64") from None  # the cause may quote its input
     if len(data) != size or to_base64(data) != text:
         raise ValueError(f"not the base64 of {size} bytes")
     return data
@@ -191,15 +192,17 @@ class Card(BaseModel):
     def from_json(cls, data: bytes, where: str) -> Card:
         """Parse a card file. `where` (the file) begins the message of a UsageError or BadSignature."""
         try:
-            document = parse_json(data)
-            return cls.model_validate(document)
+            return cls.model_validate(parse_json(data))
         except BadSignature as error:
-            raise BadSignature(f"{where}: {error}; the card was altered or is not its holder's") from None
+            fault: SecureflError = BadSignature(
+                f"{where}: {error}; the card was altered or is not its holder's"
+            )
         except ValidationError as error:
             field = ".".join(str(part) for part in error.errors()[0]["loc"])
-            raise UsageError(f"{where}: is not a securefl card ({field or 'a key'} is not valid)") from None
+            fault = UsageError(f"{where}: is not a securefl card ({field or 'a key'} is not valid)")
         except ValueError:
-            raise UsageError(f"{where}: is not a securefl card (not JSON)") from None
+            fault = UsageError(f"{where}: is not a securefl card (not JSON)")
+        raise fault  # outside: the errors above hold the file, which may be a private one
 
     def save(self, path: Path) -> None:
         """Write the card file, atomically. Raises UsageError."""
@@ -259,10 +262,9 @@ class Identity:
     @classmethod
     def generate(cls, name: str) -> Identity:
         """A new identity from the operating system's randomness. Raises UsageError for a bad name."""
-        try:
-            return cls(name, {half: os.urandom(size) for half, size in _SEEDS.items()})
-        except ValidationError:
-            raise UsageError(BAD_NAME) from None
+        if re.fullmatch(NAME, name) is None:
+            raise UsageError(BAD_NAME)
+        return cls(name, {half: os.urandom(size) for half, size in _SEEDS.items()})
 
     @property
     def name(self) -> str:
@@ -316,12 +318,13 @@ class Identity:
         return bool(_private_document(path)["format"] == _CLOSED_FORMAT)
 
     @classmethod
-    def load(cls, path: Path, passphrase: bytes | None = None) -> Identity:
+    def load(cls, path: Path | str, passphrase: bytes | None = None) -> Identity:
         """Read what `save` wrote.
 
         Raises UsageError where others can reach the file, where it is malformed, where the passphrase is
         wrong or missing, and where one is given for a file that has none: who gives it believes it is there.
         """
+        path = Path(path)
         document = _private_document(path)
         encrypted = document["format"] == _CLOSED_FORMAT
         if encrypted and passphrase is None:
@@ -333,16 +336,16 @@ class Identity:
                 f"{path}: is not encrypted, though a passphrase was given; leave it out, or make a new key "
                 "with a passphrase"
             )
-        try:
+        identity, opens = None, True
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             seeds = _opened(document, passphrase) if passphrase is not None else _plain(document)
-            if seeds is not None:
-                identity = cls(document["name"], seeds)
-                if identity.card.fingerprint != document["fingerprint"]:
-                    raise ValueError
-                return identity
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise _damaged(path) from None  # no cause: a parser's message may quote a key
-        raise UsageError(f"{path}: does not open; the passphrase is wrong, or the file was altered")
+            opens = seeds is not None
+            identity = None if seeds is None else cls(document["name"], seeds)
+        if not opens:
+            raise UsageError(f"{path}: does not open; the passphrase is wrong, or the file was altered")
+        if identity is None or identity.card.fingerprint != document["fingerprint"]:
+            raise _damaged(path)
+        return identity
 
 
 def _damaged(path: Path) -> UsageError:
@@ -352,10 +355,9 @@ def _damaged(path: Path) -> UsageError:
 def _private_document(path: Path) -> dict[str, Any]:
     """A private file as far as its kind: a JSON object of one of the two formats."""
     data = keyfiles.read_guarded(path, _MAX_FILE, "a private key", private=True)
-    try:
+    document: Any = None
+    with suppress(ValueError):
         document = parse_json(data)
-    except ValueError:
-        raise _damaged(path) from None
     if not isinstance(document, dict) or document.get("format") not in (_FORMAT, _CLOSED_FORMAT):
         raise _damaged(path)
     return document

@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
@@ -57,10 +58,15 @@ def read_passphrase(file: Path | None, prompt: Callable[[], str]) -> bytes:
     """The passphrase in a file of mode 0600 without its last line break, or what `prompt` answers, as UTF-8.
 
     file: at most 1 KiB; None asks. Raises UsageError for a file that others can reach, and for a passphrase
-    that is empty or too long.
+    that is empty, too long or not Unicode text.
     """
     if file is None:
-        return check_passphrase(prompt().encode("utf-8", "surrogateescape"))
+        typed: bytes | None = None
+        with suppress(UnicodeEncodeError):  # that error has the passphrase in it
+            typed = prompt().encode("utf-8", "surrogateescape")
+        if typed is None:
+            raise UsageError("a passphrase with half a surrogate pair is refused; enter whole characters")
+        return check_passphrase(typed)
     data = read_guarded(file, MAX_PASSPHRASE + 2, "a passphrase file", private=True)
     line = data[:-2] if data.endswith(b"\r\n") else data.removesuffix(b"\n")
     if not line or len(line) > MAX_PASSPHRASE:

@@ -86,10 +86,13 @@ def parse_statement(data: bytes, where: str) -> Rotation | Revocation:
     """
     if len(data) > MAX_STATEMENT:
         raise UsageError(f"{where}: is too large for a rotation or a revocation")
+    content, why = None, ""
     try:
         content = parse_document(data).content
     except ValueError as error:
-        raise UsageError(f"{where}: {error}; a rotation or revocation is taken as it was written") from None
+        why = str(error)
+    if content is None:  # raised outside: the error above leads to the file, which may be a private one
+        raise UsageError(f"{where}: {why}; a rotation or revocation is taken as it was written")
     fields, what = set(content), content.get("format")
     if what == ROTATION and fields == {"format", "old", "card"} and _is_fingerprint(content["old"]):
         return Rotation(content["old"], _card(content["card"], where), data)

@@ -15,7 +15,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from securefl.crypto.identity import Card, short_fingerprint
 from securefl.crypto.keyfiles import check_guarded, read_guarded
 from securefl.crypto.statements import MAX_STATEMENT, Revocation, Rotation, parse_statement
 from securefl.errors import Refused, Replayed, UnknownSender, UsageError
-from securefl.files import sync_folder, write_atomic, write_new
+from securefl.files import make_folder, sync_folder, write_atomic, write_new
 from securefl.messages import FINGERPRINT, NAME
 from securefl.release import canonical_json
 
@@ -74,22 +74,22 @@ class Applied:
 class TrustStore:
     """The pinned cards and retired keys below `path`; `open` makes one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         """Use `open`, which looks at the folder."""
-        self.path = path
-        self._retired = path / "retired"
+        self.path = Path(path)
+        self._retired = self.path / "retired"
 
     @classmethod
-    def open(cls, path: Path, *, create: bool = False) -> TrustStore:
+    def open(cls, path: Path | str, *, create: bool = False) -> TrustStore:
         """The store at `path`; with `create`, a new one where nothing or an empty folder is.
 
         Raises UsageError where it is no store, or where others can write to it.
         """
         store = cls(path)
+        path = store.path
         try:
             if create and (not path.exists() or (path.is_dir() and not any(path.iterdir()))):
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                store._retired.mkdir(mode=0o700, exist_ok=True)
+                make_folder(store._retired)
                 sync_folder(path)
         except OSError as error:
             raise UsageError(f"{path}: cannot be made ({error.strerror})") from error
@@ -138,10 +138,10 @@ class TrustStore:
         if not os.path.lexists(path):
             return None
         data = read_guarded(path, MAX_STATEMENT, "a record of a retired key", private=False)
-        try:
-            return _OwnersRecord.model_validate_json(data)
-        except ValidationError:
-            return parse_statement(data, str(path))
+        record = None
+        with suppress(ValidationError):  # which holds the file
+            record = _OwnersRecord.model_validate_json(data)
+        return parse_statement(data, str(path)) if record is None else record
 
     def is_retired(self, fingerprint: str) -> bool:
         """Whether a key was rotated, revoked or removed; whatever its record holds. Raises UsageError."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from securefl.ledger import Ledger, head_path
 from securefl.release import PayloadKind, canonical_json
-from tests.ledgers import PEERS, charge, clock, gaussian, head_of, lines_of, refuse, signed
+from tests.ledgers import PEERS, charge, clock, gaussian, head_of, lines_of, point, refuse, signed
 from tests.vectors.people import CAROL, NEXT_SILO, SILO, identities
 
 LINE, HEAD, CONSENT = b"securefl/1 ledger", b"securefl/1 ledger-head", b"securefl/1 ledger-rotation"
@@ -50,10 +50,6 @@ def _fields(line: bytes) -> Document:
     """Of a line, what may stand in another place."""
     ours = ("version", "index", "previous", "time", "signature")
     return {key: value for key, value in json.loads(line).items() if key not in ours}
-
-
-def _point(lines: list[bytes], index: int) -> Document:
-    return {"index": index, "hash": hashlib.sha256(lines[index]).hexdigest()}
 
 
 def _rotation(lines: list[bytes], to: Any, consenting: Any) -> Document:
@@ -162,16 +158,14 @@ def _forged(cases: _Cases, lines: list[bytes]) -> None:
         "confirmed",
         8,
         "Confirms a ledger that was not restored.",
-        _follow(
-            lines, entry="confirmed", by="head", of=_point(lines, 7), accounts=head_of(lines)["accounts"]
-        ),
+        _follow(lines, entry="confirmed", by="head", of=point(lines, 7), accounts=head_of(lines)["accounts"]),
         by=NEXT_SILO,
     )
     after(
         "other-copy",
         8,
         "Restored from a copy with another last line.",
-        _follow(lines, entry="restored", head=_point(lines, 6)),
+        _follow(lines, entry="restored", head=point(lines, 6)),
         by=NEXT_SILO,
     )
     genesis = _follow(lines[:3], entry="genesis", card=json.loads(SILO.card.to_json()))
@@ -220,7 +214,10 @@ def _heads(cases: _Cases, lines: list[bytes], heads: list[bytes]) -> None:
     )
     add("head-hash", "head", "The record names another hash; signed.", forged(hash="0" * 64))
     add("head-account", "head", "The record leaves the account out; signed.", forged(accounts={}))
-    add("head-history", "head", "The record is of another history; signed.", forged(history="0" * 64))
+    other = [{"index": 0, "hash": "0" * 64}]
+    add("head-history", "head", "The record is of another history; signed.", forged(history=other))
+    add("head-history-text", "head", "The history is no list; signed.", forged(history="0" * 64))
+    add("head-history-empty", "head", "The history is empty; signed.", forged(history=[]))
     add(
         "head-restored",
         "head",
@@ -228,6 +225,40 @@ def _heads(cases: _Cases, lines: list[bytes], heads: list[bytes]) -> None:
         forged(restored=True),
     )
     add("head-ahead", 9, "The record is of a ninth line; signed.", forged(index=8, hash="0" * 64))
+
+
+def _restored(cases: _Cases, lines: list[bytes]) -> None:
+    """The ledger as it was restored, once and twice, and confirmed."""
+
+    def more(known: list[bytes], **fields: Any) -> list[bytes]:
+        return [*known, signed(_follow(known, **fields), NEXT_SILO, LINE)]
+
+    def add(name: str, at: int | str | None, why: str, whole: list[bytes], **head: Any) -> None:
+        record = signed({**head_of(whole), **head}, NEXT_SILO, HEAD)
+        restored = {} if at else {"restored": head_of(whole)["restored"]}
+        shown: list[int | bytes] = [*range(1, 9), *whole[8:]]
+        cases.add(name, at, why, shown, head=record.decode("ascii"), **restored)
+
+    once = more(lines, entry="restored", head=point(lines, 7))
+    twice = more(once, entry="restored", head=point(once, 8))
+    accounts = head_of(lines)["accounts"]
+    confirmed = more(once, entry="confirmed", by="head", of=point(lines, 7), accounts=accounts)
+    add("restored", None, "Restored from a copy; the history has two lines.", once)
+    add("restored-twice", None, "Restored from a copy of a restored ledger; three lines.", twice)
+    add("restored-confirmed", None, "Confirmed by the head record of the copy.", confirmed)
+    last = head_of(twice)["history"]
+    for name, why, history in (
+        ("last", "The history is the last restored line alone", last[2:]),
+        ("first", "The history is the genesis line alone", last[:1]),
+        ("gap", "The history leaves the first restored line out", [last[0], last[2]]),
+        ("order", "The history has the restored lines in another order", [last[0], last[2], last[1]]),
+        ("index", "The history has a wrong index", [*last[:2], {**last[2], "index": 10}]),
+    ):
+        add(f"history-{name}", "head", f"{why}; signed.", twice, history=history)
+    private = more(once, **{**_fields(lines[6]), "round": 4})
+    add("restored-private", 10, "A private release, though the restored ledger was not confirmed.", private)
+    early = more(twice, entry="confirmed", by="head", of=point(twice, 8), accounts=accounts)
+    add("restored-open", 11, "Confirmed by the copy's own record, itself of a ledger not confirmed.", early)
 
 
 def ledger() -> dict[str, Any]:
@@ -251,6 +282,7 @@ def ledger() -> dict[str, Any]:
     _altered(cases, lines)
     _forged(cases, lines)
     _heads(cases, lines, heads)
+    _restored(cases, lines)
     refusals = {
         "format": "securefl ledgers, version 2: which verify, and which line is named for the others",
         "identities": identities(SILO, NEXT_SILO),

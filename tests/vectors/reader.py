@@ -325,7 +325,7 @@ def epsilon(mu: float, delta: float) -> float:
 
 
 def read_ledger(lines: list[bytes], head: bytes) -> list[dict[str, Any]]:
-    """The entries of a ledger without restores: signatures, chain, change of keys, head record."""
+    """The entries of a ledger: signatures, chain, change of keys, head record."""
     keys = card_keys(strict(lines[0])["card"])
     entries: list[dict[str, Any]] = []
     for index, line in enumerate(lines):
@@ -343,7 +343,26 @@ def read_ledger(lines: list[bytes], head: bytes) -> list[dict[str, Any]]:
     record = read_document(head, keys, b"securefl/1 ledger-head")
     last = (len(lines) - 1, hashlib.sha256(lines[-1]).hexdigest(), entries[-1]["time"])
     require((record["index"], record["hash"], record["time"]) == last, "Head")
-    accounts = {entry["dataset"]: entry["account"] for entry in entries if entry["entry"] == "release"}
-    require(record["accounts"] == accounts and not record["restored"], "Head")
-    require(record["history"] == hashlib.sha256(lines[0]).hexdigest(), "Head")
+    accounts, restored, history = {}, False, []
+    for entry, line in zip(entries, lines, strict=True):
+        if entry["entry"] in ("genesis", "restored"):
+            history.append({"index": entry["index"], "hash": hashlib.sha256(line).hexdigest()})
+            restored = entry["entry"] == "restored"
+        elif entry["entry"] == "confirmed":
+            accounts, restored = dict(entry["accounts"]), False
+        elif entry["entry"] == "release":
+            accounts[entry["dataset"]] = entry["account"]
+    require(record["accounts"] == accounts and record["restored"] == restored, "Head")
+    require(len(history) <= 64 and record["history"] == history, "Head")
     return entries
+
+
+def may_confirm(head: Mapping[str, Any], copy: Mapping[str, Any]) -> bool:
+    """Whether a head record knows all that a copy holds; both are records, and their signatures hold."""
+    ours, theirs = copy["history"], head["history"]
+    return (
+        theirs[: len(ours)] == ours
+        and all(entry["index"] > copy["index"] for entry in theirs[len(ours) :])
+        and (head["index"] > copy["index"] or (head["index"], head["hash"]) == (copy["index"], copy["hash"]))
+        and not head["restored"]
+    )
