@@ -25,7 +25,9 @@ from securefl.crypto.trust import TrustStore
 from securefl.errors import PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
 from securefl.ledger import LedgerSummary, ReleaseEntry, verify_ledger
+from securefl.ledger_copies import verify_copy
 from securefl.policy import Policy
+from securefl.receipt import RECEIPT
 from securefl.recording import release_name
 from securefl.release import Limits, canonical_json, decode, parse_json, release_from
 from securefl.result import ClientRow, ReleaseRow, Result, parse_result
@@ -71,6 +73,8 @@ def _document(path: Path) -> Document:
         from securefl.models import base_fingerprint  # slow to load, and nothing else here needs it
 
         return {"what": "checkpoint", "name": str(path), "sha256": base_fingerprint(str(path))}
+    if any(path.glob("*.answer")) or any(path.glob("*.plan")):
+        return _state(path)
     if path.is_dir():
         return _store(path) if (path / "retired").is_dir() else _run(path)
     if not path.is_file():
@@ -88,6 +92,8 @@ def _document(path: Path) -> Document:
         start = file.read(len(envelope.MAGIC))
     if start == envelope.MAGIC:
         return _envelope(path)
+    if start.startswith(b'{"format'):
+        return _copy(path)
     if path.suffix == ".key":
         raise UsageError(f"{path}: looks like private keys, of which nothing is shown; inspect the card")
     raise UsageError(f"{path}: is not an envelope, release, ledger, card, run or configuration of securefl")
@@ -161,6 +167,10 @@ def _json(path: Path) -> Document:
     kind = document.get("format") if isinstance(document, dict) else None
     if kind in (ROTATION, REVOCATION):
         return _statement(data, path)
+    if kind == RECEIPT:
+        note = "only the server's card shows whether it said this: securefl ledger confirm"
+        document.pop("signature", None)
+        return {"what": "receipt", "verified": False, "note": note, **document}
     if isinstance(document, dict) and "history" in document:
         head, _ = parse_head(str(path), data)
         return {
@@ -170,6 +180,11 @@ def _json(path: Path) -> Document:
             **head.model_dump(mode="json"),
         }
     return {"what": "card", **_card(Card.from_json(data, str(path)))}
+
+
+def _copy(path: Path) -> Document:
+    summary = verify_copy(path)
+    return {"what": "copy of a ledger", "of": summary.name, "entries": summary.entries, "verified": True}
 
 
 def _card(card: Card) -> Document:
@@ -188,6 +203,14 @@ def _statement(data: bytes, path: Path) -> Document:
             "new": _card(statement.card),
         }
     return {"what": "revocation", "verified": True, **_card(statement.card)}
+
+
+def _state(path: Path) -> Document:
+    return {
+        "what": "state folder of a client",
+        "answers": sorted(file.stem for file in path.glob("*.answer")),
+        "plans that wait": sorted(file.stem for file in path.glob("*.plan")),
+    }
 
 
 def _store(path: Path) -> Document:

@@ -91,6 +91,11 @@ def _read_copy(copy: Path) -> tuple[Chain, bytes]:
     return chain, lines
 
 
+def verify_copy(copy: Path) -> LedgerSummary:
+    """What a copy holds, verified as a ledger is. Raises UsageError for what is none, LedgerCorrupt."""
+    return summary_of(_read_copy(copy)[0])
+
+
 def restore_ledger(
     copy: Path, path: Path, identity: Identity, clock: Callable[[], float] = time.time
 ) -> LedgerSummary:

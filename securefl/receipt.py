@@ -5,7 +5,7 @@ It says nothing of the envelope's content. This room makes and reads receipts an
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,6 +16,7 @@ from securefl.messages import FINGERPRINT, RUN
 from securefl.release import canonical_json
 
 MAX_RECEIPT = 16 * 2**10  # bytes; a receipt is 5 KiB
+RECEIPT: Final = "securefl.receipt/1"
 _CONTEXT = b"securefl/1 receipt"
 
 
@@ -28,7 +29,7 @@ class Receipt(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    format: Literal["securefl.receipt/1"] = "securefl.receipt/1"
+    format: Literal["securefl.receipt/1"] = RECEIPT
     run: str = Field(pattern=RUN)
     silo: str = Field(pattern=FINGERPRINT)
     sequence: int = Field(ge=1, le=2**53)

@@ -18,7 +18,7 @@ from typing import Any
 from securefl.account import only_account
 from securefl.data import Corpus, Rows
 from securefl.errors import UsageError
-from securefl.files import write_atomic
+from securefl.files import make_folder, write_atomic
 from securefl.ledger import Ledger
 from securefl.messages import RoundPlan
 from securefl.privacy import release_average
@@ -53,7 +53,9 @@ class RunFolder:
             for child in self.path.iterdir():
                 if child.name != "state":
                     shutil.rmtree(child) if child.is_dir() else child.unlink()
-        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=True)
+        make_folder(self.state)
 
     @property
     def state(self) -> Path:

@@ -152,7 +152,7 @@ def _whole(text: str) -> int:
 def parse_json(data: bytes) -> Any:
     """Strict JSON: no duplicate keys, no NaN, infinity, number beyond a float or integer beyond 64 bits.
 
-    Raises ValueError, deep nesting included.
+    Raises ValueError, deep nesting included; nothing in its chain holds the data, which may be secret.
     """
     try:
         return json.loads(
@@ -162,8 +162,9 @@ def parse_json(data: bytes) -> Any:
             parse_float=_finite,
             parse_int=_whole,
         )
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    except (ValueError, RecursionError):
+        pass  # a parser's error holds what it parsed, and one raised in here would hold that error
+    raise ValueError("not strict JSON")
 
 
 def _require_plain(value: Any, depth: int = 0) -> None:

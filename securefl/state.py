@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from securefl.errors import UsageError
-from securefl.files import read_limited, write_atomic
+from securefl.files import make_folder, read_limited, write_atomic
 from securefl.release import Limits
 
 _ANSWER, _PLAN, _MODEL = ".answer", ".plan", ".model"
@@ -37,7 +37,7 @@ class StateFolder:
         if look:
             return
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path)
             if path.stat().st_mode & 0o077:
                 raise UsageError(f"{path}: others can reach this folder; chmod 700 it")
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

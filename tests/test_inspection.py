@@ -21,10 +21,13 @@ from securefl.crypto.trust import TrustStore
 from securefl.errors import ConfigError, ProtocolError, UsageError
 from securefl.inspection import inspect_path, verify_run
 from securefl.ledger import Ledger
+from securefl.ledger_copies import export_ledger
 from securefl.models import load_slm
 from securefl.policy import Policy
+from securefl.receipt import make_receipt
 from securefl.release import NonPrivate, PayloadKind, Release, encode_release
 from securefl.result import Result, ServerRow, parse_result
+from securefl.state import StateFolder
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 from tests.samples import make_result
@@ -276,6 +279,16 @@ def test_what_else_lies_in_a_silo_is_described(tmp_path: Path) -> None:
     assert [card["name"] for card in inspect_path(tmp_path / "trust")["cards"]] == ["hospital-a"]
     Ledger.create(tmp_path / "ledger.jsonl", old)
     assert inspect_path(tmp_path / "ledger.head.json")["index"] == 0
+    export_ledger(tmp_path / "ledger.jsonl", tmp_path / "copy")
+    assert inspect_path(tmp_path / "copy")["what"] == "copy of a ledger"
+    receipt = make_receipt(
+        old, run="0" * 32, silo=new.card.fingerprint, sequence=3, envelope_sha256="1" * 64, time=5
+    )
+    (tmp_path / "receipt.json").write_bytes(receipt)
+    assert inspect_path(tmp_path / "receipt.json")["sequence"] == 3
+    state = StateFolder(tmp_path / "state")
+    state.pend("2" * 64, b"a plan")
+    assert inspect_path(tmp_path / "state")["plans that wait"] == ["2" * 64]
     old.save(tmp_path / "hospital-a.key")
     with pytest.raises(UsageError, match="private keys, of which nothing is shown"):
         inspect_path(tmp_path / "hospital-a.key")

@@ -125,7 +125,13 @@ def test_a_place_that_cannot_be_is_one_sentence(
 def test_verify(ledger: Command, path: Path) -> None:
     refuse(Ledger.open(path, SILO), round=4)
     done = ledger("verify", path)
-    assert (done.code, done.out, done.err) == (0, f"{path}: 6 entries of silo-1 verify\n", "")
+    first, contents, account = done.out.splitlines()
+    assert (done.code, first, done.err) == (0, f"{path}: 6 entries of silo-1 verify", "")
+    sizes = sum(entry.bytes for entry in verify_ledger(path).releases)
+    assert contents == f"4 releases ({sizes} bytes), 1 refusals, 0 approvals"
+    epsilon = verify_ledger(path).account.private_epsilon
+    assert f"the private releases have epsilon {epsilon:.4g} at delta 1e-06" in account
+    assert account.endswith("; 2 more have no epsilon")
     document = json.loads(ledger("verify", path, "--json").out)
     summary = verify_ledger(path)
     accounts = document.pop("accounts")
@@ -206,7 +212,9 @@ def test_there_and_back_by_a_receipt(ledger: Command, path: Path, tmp_path: Path
         *key,
         *("--receipt", tmp_path / "receipt.json", "--server", tmp_path / "server.card.json"),
     )
-    assert (done.code, done.out) == (0, f"{again}: confirmed; 8 entries of silo-1\n")
+    assert done.code == 0
+    assert f"{again}: confirmed; 8 entries of silo-1\n" in done.out
+    assert "If anything left after that, its budget is not counted." in done.out
 
 
 def test_an_encrypted_key_opens_by_its_passphrase(ledger: Command, path: Path, tmp_path: Path) -> None:

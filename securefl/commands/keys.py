@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from securefl.console import ERR, Json, print_json, say, shown
+from securefl.console import Json, print_json, say, shown
 from securefl.errors import UsageError
 from securefl.files import check_out, make_folder, read_limited, write_new
 
@@ -232,17 +232,13 @@ def revoke(
     say(f"Fingerprint:   {identity.card.short_fingerprint}")
 
 
-def _confirmed(card: Card) -> str:
-    """The card's fingerprint, once the user says that it was compared. Raises UsageError."""
+def _read_out(card: Card) -> str:
+    """The fingerprint as the user has it from the card's holder; it is not shown first. Raises UsageError."""
     if not sys.stdin.isatty():
         raise UsageError(
             "the fingerprint has to be compared: give --fingerprint as the card's holder reads it"
         )
-    # Not on stdout, where --json has one document.
-    ERR.print(f"Name:        {card.name}\nFingerprint: {card.short_fingerprint}", highlight=False)
-    if not typer.confirm("Does its holder, asked by another way, read out the same?", err=True):
-        raise UsageError(f"the card of {card.name} was not added")
-    return card.fingerprint
+    return str(typer.prompt(f"Fingerprint that the holder of {card.name} reads out (32 digits)", err=True))
 
 
 @trust_app.command(
@@ -263,7 +259,7 @@ def trust_add(
     from securefl.crypto.trust import TrustStore
 
     card = Card.load(card_file)
-    expected = _confirmed(card) if fingerprint is None else fingerprint
+    expected = _read_out(card) if fingerprint is None else fingerprint
     TrustStore.open(store, create=True).add(card, expected)
     if as_json:
         print_json({"name": card.name, "fingerprint": card.fingerprint, "store": str(store)})

@@ -40,6 +40,23 @@ def _document(summary: LedgerSummary) -> dict[str, Any]:
     }
 
 
+def _contents(summary: LedgerSummary) -> None:
+    """What an owner asks first: how much left, what was refused, what it adds up to."""
+    sizes = sum(entry.bytes for entry in summary.releases)
+    say(
+        f"{len(summary.releases)} releases ({sizes:,} bytes), {len(summary.refusals)} refusals, "
+        f"{len(summary.approvals)} approvals"
+    )
+    for name, account in summary.accounts.items():
+        private = (
+            "no private release"
+            if account.private_epsilon is None
+            else f"the private releases have epsilon {account.private_epsilon:.4g} at delta {account.delta:g}"
+        )
+        other = f"; {account.nonprivate_releases} more have no epsilon" if account.nonprivate_releases else ""
+        say(f"{shown(name)}: {private}{other}")
+
+
 def _notes(summary: LedgerSummary) -> None:
     for note in summary.notes:
         OUT.print(f"note: {shown(note)}")
@@ -110,6 +127,7 @@ def ledger_verify(path: _Ledger, as_json: Json = False) -> None:
         print_json(_document(summary))
         return
     say(f"{shown(path)}: {summary.entries} entries of {summary.name} verify")
+    _contents(summary)
     _notes(summary)
 
 
@@ -181,6 +199,11 @@ def ledger_confirm(
         print_json(_document(summary))
         return
     say(f"{shown(path)}: confirmed; {summary.entries} entries of {summary.name}")
+    _contents(summary)
+    what = f"the head record {head}" if head is not None else f"the receipt {receipt}"
+    say(
+        f"This counts what had left by {shown(what)}. If anything left after that, its budget is not counted."
+    )
     _notes(summary)
 
 

@@ -171,6 +171,11 @@ class TrustStore:
             )
 
     def _unknown(self, name: str) -> UnknownSender:
+        if any(one.name == name for one in self._retired_keys()):
+            return UnknownSender(
+                f"the key of {name} was revoked or replaced; compare its new card with the holder and add it "
+                f"(securefl trust add CARD --store {self.path})"
+            )
         return UnknownSender(
             f"{name[:64]!r} is not enrolled in {self.path}; compare the fingerprint with its holder and add "
             f"the card: securefl trust add CARD --store {self.path}"
@@ -192,8 +197,11 @@ class TrustStore:
     def retired(self) -> tuple[Retired, ...]:
         """All keys never believed again, in order of name. Raises UsageError for a damaged record."""
         with self._locked(fcntl.LOCK_SH):
-            keys = [path.name.removesuffix(".json") for path in self._retired.glob("[!.]*.json")]
-            return tuple(sorted(map(self._described, keys), key=lambda key: (key.name, key.fingerprint)))
+            return self._retired_keys()
+
+    def _retired_keys(self) -> tuple[Retired, ...]:
+        keys = [path.name.removesuffix(".json") for path in self._retired.glob("[!.]*.json")]
+        return tuple(sorted(map(self._described, keys), key=lambda key: (key.name, key.fingerprint)))
 
     def _described(self, fingerprint: str) -> Retired:
         ended = self._ended_by(fingerprint)
