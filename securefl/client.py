@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 import threading
 from collections import deque
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from securefl.account import Account
-from securefl.agreement import check_agreed, plan_hash, steps_of_round
+from securefl.agreement import check_agreed, steps_of_round
 from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import (
     AwaitingApproval,
     Cancelled,
-    MalformedEnvelope,
     PolicyRefusal,
     Refused,
     Replayed,
@@ -35,13 +33,14 @@ from securefl.errors import (
     UnknownSender,
     UsageError,
     WrongRound,
-    WrongRun,
 )
 from securefl.exchange import Asked, Preview, Standing, Witness
 from securefl.ledger import Ledger, ReleaseEntry
 from securefl.local import LocalTraining, SiloData, train_locally
-from securefl.messages import Dropped, Header, Party, RoundPlan, Step, parse_plan
+from securefl.messages import Dropped, Header, Party, RoundPlan, Step
+from securefl.model_card import silo_card
 from securefl.models import Slm
+from securefl.opening import Opening, open_plan
 from securefl.policy import DAY, Policy
 from securefl.privacy import Noise
 from securefl.relayed import Reader
@@ -54,7 +53,7 @@ from securefl.release import (
     encode_release,
 )
 from securefl.state import StateFolder
-from securefl.steps import Bench, Done, carry_out, weights_of
+from securefl.steps import Bench, Done, carry_out
 
 log = logging.getLogger(__name__)
 
@@ -208,14 +207,7 @@ class Client:
         """
         with self._turn:
             account = self.ledger.account(self.dataset)
-            private = "no finite epsilon" if account.nonprivate else f"epsilon {account.epsilon}"
-            card = (
-                f"---\nlibrary_name: transformers\npipeline_tag: text-classification\n---\n\n"
-                f"# Text classifier of {self.identity.name} ({self.config.federation.method})\n\n"
-                f"Trained by securefl in run {self.run} from {self.slm.name}; classes: "
-                f"{', '.join(self.slm.labels)}. What left this silo for it has {private}. Whoever holds the "
-                "weights can test whether a text was among the training rows.\n"
-            )
+            card = silo_card(self.slm, self.identity.name, self.config.federation.method, self.run, account)
             self.slm.save(Path(folder), card)
 
     def close(self) -> None:
@@ -225,38 +217,20 @@ class Client:
 
     # --- what came
 
-    def _limits(self) -> envelope.Limits:
-        """The largest plan of this run: the model, and centroids of every peer. More is refused unread."""
-        terms, slm = self.config.fedkc, self.slm
-        model = 4 * sum(math.prod(shape) for shape in slm.shapes().values())
-        positions = slm.max_length if terms.compose == "embeddings" else 1
-        centroids = 4 * terms.clusters * (positions * 2 * slm.width + len(slm.labels) + 2)
-        room = 2**22 + model + len(self.roster) * (2**20 + centroids)
-        return envelope.Limits(max_body=min(room, envelope.DEFAULT_LIMITS.max_body))
-
     def _open(self, message: bytes) -> Asked:
-        verified = envelope.verify(message, {self.server.name: self.server}, self._limits(), self._floor)
-        header = verified.header
-        if header.kind is not PayloadKind.PLAN:
-            raise MalformedEnvelope(f"the server sent {header.kind} where a plan was due")
-        if header.run != self.run:
-            raise WrongRun(f"{self.identity.name} takes no part in run {header.run}")
-        opened = envelope.open_(verified, self.identity)
-        body = decode(opened)
-        plan = parse_plan(body)
-        if (plan.run, plan.round, plan.step) != (header.run, header.round, header.step):
-            raise WrongRound("the plan inside an envelope is for another run, round or step than its header")
-        if plan.round > self.config.federation.rounds:
-            # Not a refusal, which takes a line of the ledger: a server could ask for a million of them.
-            raise WrongRound(f"round {plan.round} is beyond the {self.config.federation.rounds} of this run")
-        return Asked(
-            plan=plan,
-            server=header.sender.key,
-            tensors=body.tensors,
-            weights=weights_of(plan, body.tensors, self.slm),
-            sequence=header.sequence,
-            hash=plan_hash(opened, self.config, self.dataset, self.base_sha256),
-            message=message,
+        return open_plan(
+            message,
+            Opening(
+                identity=self.identity,
+                server=self.server,
+                run=self.run,
+                config=self.config,
+                dataset=self.dataset,
+                base_sha256=self.base_sha256,
+                slm=self.slm,
+                peers=len(self.roster),
+                floor=self._floor,
+            ),
         )
 
     def _answered(self, asked: Asked) -> bytes | None:

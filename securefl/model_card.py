@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from securefl.account import Account
 from securefl.config import AVERAGING
 from securefl.models import Slm, usage_snippet
 from securefl.result import ClientRow, Result
@@ -48,4 +49,29 @@ Trained by securefl with the method `{method}`: {whose}. Accuracy on {test_rows}
 ## Privacy
 
 {private} Whoever holds them can test whether a text was among the training rows.
+"""
+
+
+def silo_card(slm: Slm, name: str, method: str, run: str, account: Account) -> str:
+    """The card of a model that a silo keeps of a run of its own, where nobody knows the others' figures."""
+    private = "no finite epsilon" if account.nonprivate else f"epsilon {account.epsilon}"
+    return f"""---
+library_name: transformers
+pipeline_tag: text-classification
+tags: [securefl, federated-learning]
+---
+
+# Text classifier of {name} ({method})
+
+Classes: {", ".join(slm.labels)}. Encoder: {slm.name}, at most {slm.max_length} tokens, mean pooling and a
+linear layer. Trained by securefl in run {run}.
+
+## How to use it
+
+{usage_snippet(slm.labels, max_length=slm.max_length)}
+
+## Privacy
+
+What left {name} for it has {private}. Whoever holds the weights can test whether a text was among the
+training rows.
 """

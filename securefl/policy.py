@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -21,19 +20,19 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from securefl.account import Account
-from securefl.config import PERMIT_EMBEDDINGS, PLACE, Config
+from securefl.config import PERMIT_EMBEDDINGS, PLACE
 from securefl.crypto.keyfiles import check_guarded
 from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal, UsageError
 from securefl.files import write_atomic
 from securefl.messages import FINGERPRINT, NAME, Party, RoundPlan
-from securefl.privacy import calibrate_centroids, gaussian_epsilon
-from securefl.release import GaussianSums, Limits, NonPrivate, PayloadKind, Release, canonical_json
+from securefl.privacy import gaussian_epsilon
+from securefl.release import GaussianSums, NonPrivate, PayloadKind, Release, canonical_json
 
 _CENTROIDS = (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS)
 _MAX_FILE = 2**20
 KILL_SWITCH = "STOP"
 # A budget calibrated to the very ceiling may come out above it by the root finder's error.
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 
 DAY = 24 * 60 * 60  # seconds
 
@@ -299,7 +298,7 @@ class Policy(BaseModel):
         if account_after.private_epsilon is None:
             return
         epsilon = gaussian_epsilon(account_after.mu, ceiling.delta)
-        if not epsilon <= ceiling.max_epsilon * (1 + _ROUNDING):
+        if not epsilon <= ceiling.max_epsilon * (1 + ROUNDING):
             raise BudgetExceeded(
                 f"the policy of {self.name} forbids it: datasets.{dataset}: the releases together would have "
                 f"epsilon {epsilon:.4g} at delta {ceiling.delta:g}, above {ceiling.max_epsilon:g}",
@@ -338,7 +337,7 @@ class Policy(BaseModel):
         least = min(claim.noise_multiplier, claim.count_multiplier, claim.prediction_multiplier)
         if self.min_noise_multiplier is None:
             self._refuse("min_noise_multiplier", "is not set, so no private release may leave")
-        if not least >= self.min_noise_multiplier * (1 - _ROUNDING):
+        if not least >= self.min_noise_multiplier * (1 - ROUNDING):
             self._refuse(
                 "min_noise_multiplier",
                 f"a noise multiplier of {least:.4g} is below {self.min_noise_multiplier:g}",
@@ -387,76 +386,3 @@ def _read_own(path: Path) -> bytes:
     if len(data) > _MAX_FILE:
         raise UsageError(f"{path}: is larger than the {_MAX_FILE} bytes that a policy may have")
     return data
-
-
-def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str], base: str) -> Policy:
-    """The policy of a silo in a simulation: what the configuration needs, and nothing more.
-
-    server, peers: fingerprints of their cards; base: SHA-256 of the checkpoint.
-    """
-    method = config.federation.method
-    kinds: list[PayloadKind] = []
-    if method != "standalone":
-        kinds += [PayloadKind.MODEL, PayloadKind.METRICS]
-    nonprivate = list(kinds)
-    if method == "fedkc" and config.fedkc.source == "peers":
-        layered = config.fedkc.compose == "embeddings"
-        kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
-        if not config.privacy.centroids.noised:
-            nonprivate.append(kinds[-1])
-    return Policy(
-        name=name,
-        simulation=True,
-        servers=(server,),
-        peers=tuple(peers),
-        kinds=tuple(kinds),
-        nonprivate=tuple(nonprivate),
-        model_protections=("sealed",),
-        centroid_protections=("peer",),
-        min_cluster_size=config.privacy.centroids.min_size,
-        min_noise_multiplier=_least_noise(config),
-        max_release_bytes=Limits().max_bytes,
-        max_bytes_per_day=2**53,
-        approval="automatic",
-        datasets={name: Ceiling(max_epsilon=config.policy.max_epsilon, delta=config.privacy.centroids.delta)},
-        base_models=(base,),
-        allow_embedding_centroids=config.policy.allow_embedding_centroids,
-    )
-
-
-def _least_noise(config: Config) -> float | None:
-    """The smallest multiplier of the centroid releases that a configuration asks for."""
-    terms = config.privacy.centroids
-    if not terms.noised:
-        return None
-    found = calibrate_centroids(terms, 1.0, max(1, config.federation.rounds - 1))
-    return min(found.noise_multiplier, found.count_multiplier, found.prediction_multiplier)
-
-
-def refuse_early(config: Config) -> None:
-    """Refuse before the first round what every silo's simulated policy would refuse in a later one.
-
-    Raises PolicyRefusal for un-noised embedding-layer centroids without their sentence, and BudgetExceeded
-    for a budget that the ceiling cannot hold, rather than after half of it has left.
-    """
-    terms, method = config.privacy.centroids, config.federation.method
-    if method != "fedkc" or config.fedkc.source != "peers":
-        return
-    exposed = config.fedkc.compose == "embeddings" and not terms.noised
-    if exposed and config.policy.allow_embedding_centroids is None:
-        raise PolicyRefusal(
-            'fedkc.compose = "embeddings" without noise lets peers read tokens back; set an epsilon in '
-            f'privacy.centroids, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"',
-            "allow_embedding_centroids",
-        )
-    releases = config.federation.rounds - 1
-    if terms.noised and releases:
-        mu = calibrate_centroids(terms, 1.0, releases).mu * math.sqrt(releases)
-        epsilon = gaussian_epsilon(mu, terms.delta)
-        if epsilon > config.policy.max_epsilon * (1 + _ROUNDING):
-            raise BudgetExceeded(
-                f"the {releases} centroid releases of a silo would have epsilon {epsilon:.4g} at delta "
-                f"{terms.delta:g}, above policy.max_epsilon = {config.policy.max_epsilon:g}; lower "
-                "privacy.centroids.epsilon, raise the noise_multiplier, or raise the ceiling",
-                "datasets",
-            )

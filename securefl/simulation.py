@@ -36,12 +36,12 @@ from securefl.local import SiloData, derive_seed
 from securefl.messages import Dropped, Step
 from securefl.model_card import model_card
 from securefl.models import Slm
-from securefl.policy import refuse_early, simulated_policy
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, ledger_facts, link_duplicates
 from securefl.result import ClientRow, Result, RoundRow, ServerRow, versions
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
+from securefl.simulated_policy import refuse_early, simulated_policy
 from securefl.transport.memory import Meddler, MemoryTransport
 from securefl.workbench import TrainingMemo, Workbench
 

@@ -82,7 +82,7 @@ class _NoDraw:
 
 def silence() -> Noise:
     """The planted fault of a mechanism that forgets its noise."""
-    return Noise(cast(Any, _NoDraw()), "planted fault", True)
+    return Noise(cast(Any, _NoDraw), "planted fault", True)
 
 
 def _config(slm: Slm, recipe: Recipe) -> dict[str, Any]:
