@@ -112,23 +112,47 @@ def test_two_vectors_of_one_round_never_share_a_stream() -> None:
     assert not np.any(masked(ours) == truth), "and gives nothing against ours"
 
 
-def test_a_seed_is_not_folded_to_32_bits() -> None:
-    """Folded to 32 bits, as a public report (flower#7522) says of flwr 1.42, seeds of pairs soon collide.
+def _folded(key: bytes) -> int:
+    """The published mistake (flower#7522): the exclusive or of a key's eight words, 32 bits of its 256."""
+    return int(np.bitwise_xor.reduce(np.frombuffer(key, "<u4")))
 
-    By the birthday bound half of all sets of 77,163 seeds have two alike; ours have 256 bits.
-    """
-    secrets = [stream_seed(seed(number), RUN, 1, "weights", [A, B]) for number in range(2**17)]
-    folded = {int.from_bytes(key[:4], "big") for key in secrets}
-    assert len(folded) < len(secrets), "1 - exp(-2^34 / 2^33) = 86 % for any keys; these collide"
-    assert len(set(secrets)) == len(secrets)
-    streams = {}
-    for key in secrets:
-        streams.setdefault(key[:4], []).append(key)
-    one, two = next(keys for keys in streams.values() if len(keys) > 1)[:2]
-    left, right = np.zeros(64, np.uint32), np.zeros(64, np.uint32)
-    add_masks(left, [Stream(one, 1)], 32)
-    add_masks(right, [Stream(two, 1)], 32)
-    assert not np.any(left == right), "keys that agree in 32 bits still give unrelated masks"
+
+def _colliding() -> tuple[bytes, bytes]:
+    """Two of 2^17 secrets with one 32-bit fold; by the birthday bound 1 - exp(-2) of all such sets have two."""
+    seen: dict[int, bytes] = {}
+    for number in range(2**17):
+        key = stream_seed(seed(number), RUN, 2, "weights", [A, B])
+        if _folded(key) in seen:
+            return seen[_folded(key)], key
+        seen[_folded(key)] = key
+    raise AssertionError("no collision in 2^17 secrets")
+
+
+def test_a_seed_is_not_folded_to_32_bits() -> None:
+    """Two pairs whose folded seeds collide have one mask: it cancels and leaves their difference."""
+    one, two = _colliding()
+    assert one != two
+    first, second = np.arange(64, dtype=np.uint32), np.full(64, 5, np.uint32)
+
+    def wrong(vector: np.ndarray, key: bytes) -> np.ndarray:
+        return vector + np.random.RandomState(_folded(key)).randint(0, 2**32, 64, np.uint32)
+
+    def ours(vector: np.ndarray, key: bytes) -> np.ndarray:
+        masked = vector.copy()
+        add_masks(masked, [Stream(key, 1)], 32)
+        return masked
+
+    assert np.array_equal(wrong(first, one) - wrong(second, two), first - second), "the attack works there"
+    assert not np.any(ours(first, one) - ours(second, two) == first - second), (
+        "and gives nothing against ours"
+    )
+
+
+def test_the_peers_folded_seeds_collide() -> None:
+    """The public report (flower#7522) on flwr's own generator, with two secrets that differ."""
+    utils = pytest.importorskip("flwr.common.secure_aggregation.secaggplus_utils")
+    (left,), (right,) = (utils.pseudo_rand_gen(key, 2**32, [(64,)]) for key in _colliding())
+    assert np.array_equal(left, right)
 
 
 def test_masks_refuse_what_would_weaken_them() -> None:

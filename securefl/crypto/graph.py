@@ -18,14 +18,15 @@ events may each break a round (their definition of a good graph):
 with Hypergeometric(N, K, k) the marked ones among k drawn of N of which K are marked. By Hoeffding 1963
 (theorems 1 and 4) P[Hypergeometric(N, K, k) >= s] <= exp(-k D(s/k || K/N)) for s/k > K/N, with
 D(a || b) = a ln(a/b) + (1 - a) ln((1 - a)/(1 - b)), so k = O(log n) is enough. `degree_for` takes the least
-even k at which E1 + E2 + E3, in exact integers, are at most 2^-40; where none below n - 1 is enough, the graph
-is complete.
+even k at which E1 + E2 + E3, in exact integers, are at most 2^-40; where none below n - 1 is enough, the
+graph is complete.
 
-What this does not cover. It holds for dropouts that do not depend on the graph. A server that picks, after
-seeing it, whom to call dropped can cut the ring and learn the sums over stretches of it, each still over
-several honest silos (the paper's second protocol has the same shape of guarantee: a sum over a stated part,
-not over all); it is also not covered that colluders may try many advertisements until a graph suits them:
-each try has the stated odds. Whoever must exclude both asks for degree n - 1.
+What this does not cover. E2 and E3 hold for dropouts that do not depend on the graph. A server that picks,
+after seeing it, whom to call dropped may cut the ring and learn the sum over a stretch of it instead of over
+all survivors. Each silo of a stretch needs t of its neighbourhood left to be unmasked, so a stretch with s
+honest silos takes t - s colluders among one silo's neighbours: improbable for one or two silos (n = 1,000:
+at most 2e-13 and 1e-12), not for twenty (5e-3). Nor does it cover colluders who try many advertisements
+until a graph suits them: every try has the stated odds. Whoever must exclude both asks for degree n - 1.
 """
 
 from __future__ import annotations

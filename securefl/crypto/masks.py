@@ -23,8 +23,9 @@ from securefl.errors import MalformedEnvelope, PayloadError, UsageError, WrongSh
 
 SEED_BYTES = 32
 MIN_BITS, MAX_BITS = 16, 32
-# Values of one chunk: vector, zeros and keystream of a chunk (128 KiB each) stay together in a core's cache.
-CHUNK = 32_768
+# Values of one chunk: vector, zeros and keystream of a chunk (256 KiB each) stay together in a core's cache,
+# and its steps are long enough that two threads seldom wait for the interpreter's lock.
+CHUNK = 65_536
 _BLOCK = 16
 _LABEL = b"securefl/1 mask stream"
 

@@ -4,8 +4,8 @@ On pycryptodome's `Crypto.Protocol.SecretSharing`, over GF(2^128): it shares 16 
 secret are shared apart. It returns garbage for a wrong share, so a dealer publishes a commitment to every
 share and `check` names the one that differs. Nothing here knows whose secret it is; no messages, no files.
 
-Cost: a split takes threshold * holders field operations and a combination threshold^2, in Python: a tenth of a
-second for 64 holders, ten seconds for 1,000, which is why cohorts above 64 share within neighbourhoods.
+Cost: a split takes threshold * holders field operations and a combination threshold^2, in Python: a tenth of
+a second for 64 holders, many seconds for 1,000, which is why cohorts above 64 share within neighbourhoods.
 """
 
 from __future__ import annotations
