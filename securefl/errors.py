@@ -32,6 +32,7 @@ passphrase.
           NonFiniteUpdate                NaN or infinity in it
         LedgerCorrupt                    the hash chain or a signature of a ledger does not hold
         TooFewSilos                      not enough answers to go on with the round
+        MaskingAborted                   a masked round ended: somebody broke its protocol
 """
 
 from __future__ import annotations
@@ -163,3 +164,7 @@ class LedgerCorrupt(ProtocolError):
 
 class TooFewSilos(ProtocolError):
     """Not enough answers to go on with the round."""
+
+
+class MaskingAborted(ProtocolError):
+    """A masked round is over for who raises this: another party broke its protocol."""

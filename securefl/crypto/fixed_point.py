@@ -9,8 +9,8 @@ have, and v a coordinate after scaling, a float64 clipped to [-w L, w L] for the
    So |v| <= L, whatever the roundings before the clipping were: the clip comes last.
 2. The encoding is q = floor(v + u) with u = (r + 1/2) / 2^16 and r in 0 .. 2^16 - 1, so 0 < u < 1. From
    -L <= v <= L follows -L < v + u < L + 1, hence -L <= q <= L. The computed sum keeps this: it is formed as
-   2^16 (v + L) + r + 1/2 < 2^48 + 2^16, and its bounds 1/2 and 2^16 (2 L) + 2^16 - 1/2 are float64 numbers
-   (multiples of 1/2 below 2^49), so monotone rounding cannot leave them.
+   2^16 v + r + 1/2, whose bounds -2^16 L + 1/2 and 2^16 L + 2^16 - 1/2 are float64 numbers (multiples of 1/2
+   below 2^48), so monotone rounding cannot leave them; dividing by 2^16 is exact, and q fits 32 bits.
 3. A sum of at most `silos` encodings lies in [-silos L, silos L], and silos L <= 2^(bits-1) - 1. The
    residues mod 2^bits of the integers from -2^(bits-1) to 2^(bits-1) - 1 are distinct, so `decode` finds the
    sum itself.
@@ -88,30 +88,29 @@ class FixedPoint:
         encoded = np.empty(values.size, np.uint32)
         factor = weight * (self.limit / self.clip) * _ONE
         bound = weight * self.limit * _ONE
-        # 2^16 L + 1/2: makes every sum positive, so that cutting off the fraction is the floor.
-        lift = self.limit * _ONE + 0.5
-        offset, top = np.uint32(self.limit), np.uint32(2**self.bits - 1)
+        top = np.uint32(2**self.bits - 1)
 
         def work(start: int, stop: int) -> None:
             source = Keystream(key, 2 * start)
             size = min(CHUNK, stop - start)
             zeros, stream = np.zeros(2 * size, np.uint8), np.empty(2 * size, np.uint8)
-            drawn, scaled, steps = stream.view("<u2"), np.empty(size, np.float64), np.empty(size, np.int64)
+            drawn, scaled = stream.view("<u2"), np.empty(size, np.float64)
             for begin in range(start, stop, CHUNK):
                 chunk = values[begin : min(begin + CHUNK, stop)]
                 n = chunk.size
                 if not np.isfinite(chunk).all():
                     raise NonFiniteUpdate("the vector to be masked holds NaN or infinity; nothing was masked")
-                v, q, out = scaled[:n], steps[:n], encoded[begin : begin + n]
-                np.multiply(chunk, factor, out=v, dtype=np.float64)
+                v, out = scaled[:n], encoded[begin : begin + n]
+                np.copyto(v, chunk)
+                v *= factor
                 np.clip(v, -bound, bound, out=v)
-                v += lift
                 source.fill(zeros[: 2 * n], stream[: 2 * n])
                 v += drawn[:n]
-                np.copyto(q, v, casting="unsafe")
-                q >>= _RANDOM_BITS
-                np.copyto(out, q, casting="unsafe")
-                out -= offset
+                v += 0.5
+                v *= 1 / _ONE
+                np.floor(v, out=v)
+                # A negative integer's two's complement is its residue mod 2^32.
+                np.copyto(out.view(np.int32), v, casting="unsafe")
                 if self.bits < MAX_BITS:
                     out &= top
 

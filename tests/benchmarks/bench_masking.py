@@ -39,15 +39,16 @@ def _peer(vector: np.ndarray) -> Callable[[], object] | None:
     """What flwr does for the same vector: quantise, and add eight masks from its generator."""
     if importlib.util.find_spec("flwr") is None:
         return None
+    from flwr.common.secure_aggregation.ndarrays_arithmetic import parameters_addition, parameters_mod
     from flwr.common.secure_aggregation.quantization import quantize
     from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 
     def run() -> object:
-        masked = quantize([vector], CLIP, 2**22)[0]
+        masked = quantize([vector], CLIP, 2**22)
         for number in range(SILOS):
-            (mask,) = pseudo_rand_gen(number.to_bytes(32, "big"), 2**32, [vector.shape])
-            masked = masked + mask
-        return np.mod(masked, 2**32)
+            mask = pseudo_rand_gen(number.to_bytes(32, "big"), 2**32, [vector.shape])
+            masked = parameters_addition(masked, mask)
+        return parameters_mod(masked, 2**32)
 
     return run
 
