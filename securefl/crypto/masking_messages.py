@@ -261,17 +261,20 @@ class ShareMessage(Message):
 
     def statement(self) -> bytes:
         """The digest that its signature covers."""
-        leaves = (deal.leaf() for deal in self.deals)
-        return shares_statement(self.adverts, self.dealer, self.blind_hash, leaves)
+        return shares_statement(self.adverts, self.dealer, self.blind_hash, self.leaves())
 
-    def dealing(self, holder: str) -> Dealing:
-        """What of it the server relays to one holder."""
+    def leaves(self) -> tuple[bytes, ...]:
+        """The hashes of its deals."""
+        return tuple(deal.leaf() for deal in self.deals)
+
+    def dealing(self, holder: str, leaves: tuple[bytes, ...] | None = None) -> Dealing:
+        """What of it the server relays to one holder; who relays to many computes the leaves once."""
         (deal,) = (deal for deal in self.deals if deal.holder == holder)
         return Dealing(
             adverts=self.adverts,
             dealer=self.dealer,
             blind_hash=self.blind_hash,
-            leaves=tuple(one.leaf() for one in self.deals),
+            leaves=self.leaves() if leaves is None else leaves,
             deal=deal,
             signature=self.signature,
         )

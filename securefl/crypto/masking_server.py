@@ -212,11 +212,12 @@ class MaskingServer:
         """To each silo that shared, by fingerprint. Raises TooFewSilos, which ends the round."""
         shared = self._close(Phase.SHARES, self._shares, "shared")
         self._totals = {spec.name: np.zeros(spec.length, np.uint32) for spec in self._terms.vectors}
+        leaves = {dealer: message.leaves() for dealer, message in self._shares.items()}
         return {
             silo: Delivery(
                 shared=shared,
                 dealings=tuple(
-                    self._shares[dealer].dealing(silo)
+                    self._shares[dealer].dealing(silo, leaves[dealer])
                     for dealer in sorted(self._near[silo])
                     if dealer in self._shares
                 ),
