@@ -143,6 +143,8 @@ def _inventory(run: Run, one: Recorded, release: Release | None) -> AuditedRelea
 def _set(run: Run, one: Recorded, index: int, book: Book) -> _Scene | None:
     """What the attacks on one centroid release need; None, with the reason noted, where it is too little."""
     release = open_recorded(one)
+    if not isinstance(release.claim, NonPrivate | GaussianSums):
+        raise ProtocolError(f"{one.path}: {release.claim.mechanism} is no mechanism that releases centroids")
     attack = MEMBERSHIP_RATIO if release.kind is PayloadKind.CENTROIDS else TOKEN_RECOVERY
     count = _check_arrays(one, release)
     if not count:

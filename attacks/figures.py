@@ -30,7 +30,7 @@ from attacks.bounds import (
 from attacks.findings import Finding, Verdict
 from attacks.runs import Recorded
 from securefl.privacy import gaussian_epsilon
-from securefl.release import GaussianSums, NonPrivate
+from securefl.release import Claim, GaussianSums, Noised
 
 Interval = Callable[[float], tuple[float, float]]
 
@@ -64,7 +64,7 @@ class Figure:
     epsilon_lower_bound: float | None
     adjacency: str | None
     recorded: Recorded
-    claim: NonPrivate | GaussianSums
+    claim: Claim
     details: Mapping[str, Any]
 
     def verdict(self, alpha: float) -> Verdict:
@@ -74,7 +74,7 @@ class Figure:
         return "leaks" if low > self.baseline else "none_shown"
 
     def finding(self) -> Finding:
-        epsilon = self.claim.epsilon if isinstance(self.claim, GaussianSums) else None
+        epsilon = self.claim.epsilon if isinstance(self.claim, Noised) else None
         return Finding(
             attack=self.attack,
             number=self.number,

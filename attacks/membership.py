@@ -20,7 +20,7 @@ from sklearn.covariance import LedoitWolf
 from attacks.bounds import auc, auc_interval
 from securefl.errors import SecureflError
 from securefl.privacy import clip_rows
-from securefl.release import GaussianSums, NonPrivate
+from securefl.release import Claim, GaussianSums
 
 Vectors = NDArray[np.float64]
 
@@ -41,13 +41,13 @@ class Target:
 
     centroids: Vectors
     sizes: Vectors
-    claim: NonPrivate | GaussianSums
+    claim: Claim
     seeds: Vectors | None = None
 
     @property
     def noise(self) -> Vectors:
         """(q,) standard deviation of the noise on each number of a centroid."""
-        if isinstance(self.claim, NonPrivate):
+        if not isinstance(self.claim, GaussianSums):
             return np.zeros(len(self.sizes))
         return np.asarray(self.claim.clip * self.claim.noise_multiplier / self.sizes, np.float64)
 
@@ -80,9 +80,9 @@ def check_vectors(vectors: NDArray[Any], what: str) -> Vectors:
     return rows
 
 
-def clipped(vectors: Vectors, claim: NonPrivate | GaussianSums) -> Vectors:
+def clipped(vectors: Vectors, claim: Claim) -> Vectors:
     """Candidates as the mechanism would have added them; there may be none."""
-    if isinstance(claim, NonPrivate) or not len(vectors):
+    if not isinstance(claim, GaussianSums) or not len(vectors):
         return vectors
     return clip_rows(vectors, claim.clip)
 

@@ -199,6 +199,7 @@ class Run:
             max_length=info.max_length,
             train_embeddings=self.config.slm.train_embeddings,
             seed=0,
+            lora=self.config.slm.lora,
         )
         slm.load_state(tensors.tensors)
         if fingerprint(slm.state()) != info.encoder:

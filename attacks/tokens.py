@@ -25,7 +25,7 @@ from torch import Tensor
 from attacks.pursuit import Problem, solve
 from securefl.errors import ModelError
 from securefl.models import Slm
-from securefl.release import GaussianSums, NonPrivate
+from securefl.release import Claim, GaussianSums
 from securefl.training import embed
 
 Ids = NDArray[np.int64]
@@ -101,7 +101,7 @@ class Target:
     centroids: NDArray[np.float32]
     mask: NDArray[np.float32]
     sizes: NDArray[np.float32]
-    claim: NonPrivate | GaussianSums
+    claim: Claim
 
 
 def vocabulary_size(slm: Slm) -> int:
@@ -220,11 +220,11 @@ def _shortlist(target: Target, geometry: _Geometry, rows: Ids, position: int, co
     return keep.nonzero()[:, 0]
 
 
-def _deviation(claim: NonPrivate | GaussianSums) -> float:
+def _deviation(claim: Claim) -> float:
     return claim.clip * claim.noise_multiplier if isinstance(claim, GaussianSums) else 0.0
 
 
-def _drowned(claim: NonPrivate | GaussianSums, geometry: _Geometry) -> bool:
+def _drowned(claim: Claim, geometry: _Geometry) -> bool:
     """Whether the claimed noise on a number exceeds a whole token's vector: then only the prior is left."""
     typical = geometry.weight * float(geometry.reference.norm(dim=1).median())
     return _deviation(claim) > typical

@@ -3,8 +3,8 @@
     python examples/embedded_client.py client.toml --port 8461 [--passphrase-file FILE] [--model-out DIR]
 
 POST a plan to / and the answer is the body of the response. What may leave is decided by the hospital's own
-policy file, and what left is in its ledger; this program only moves bytes. `two_hospitals.py` lays out two
-such hospitals and plays the coordinator. A service that others can reach belongs behind TLS.
+policy file, and what left is in its ledger; this program only moves bytes. `three_hospitals.py` lays out
+three such hospitals and plays the coordinator. A service that others can reach belongs behind TLS.
 """
 
 from __future__ import annotations

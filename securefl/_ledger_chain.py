@@ -39,7 +39,7 @@ from securefl.account import Account
 from securefl.crypto.documents import SignedDocument, sign_document
 from securefl.crypto.identity import Card, Identity, Signatures
 from securefl.errors import BadSignature, BudgetExceeded, LedgerCorrupt
-from securefl.release import GaussianSums
+from securefl.release import Noised
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _require_unanswered(where: str, entry: Answer, chain: Chain) -> None:
 
 
 def _account(where: str, entry: ReleaseEntry, tip: Tip) -> Account:
-    if tip.restored and isinstance(entry.claim, GaussianSums):
+    if tip.restored and isinstance(entry.claim, Noised):
         raise LedgerCorrupt(f"{where}: is a private release, though the restored ledger was not confirmed")
     try:
         account = tip.account(entry.dataset).with_claim(entry.claim)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from securefl.errors import BudgetExceeded, UsageError
-from securefl.privacy import gaussian_epsilon
-from securefl.release import GaussianSums, NonPrivate
+from securefl.privacy import gaussian_epsilon, zcdp_epsilon
+from securefl.release import Claim, GaussianSums, Independent, NonPrivate
 
 # Epsilon is about mu^2 / 2: at this mu some fifty million, and the root finder still has digits to work with.
 _MAX_MU = 1e4
@@ -21,9 +22,11 @@ _MAX_MU = 1e4
 class Account(BaseModel):
     """What the releases of a data set add up to.
 
-    mu: of the Gaussian releases together, sqrt(sum of mu_i^2); exact (Dong, Roth and Su 2022, Corollary
-    3.3). delta: the smallest that any of their claims names; private_epsilon: of their composition at that
-    delta, which is no less than at any larger one. Both None before the first private release.
+    All of it is about one row, added or removed. mu: of the Gaussian releases together, sqrt(sum of mu_i^2);
+    exact (Dong, Roth and Su 2022, Corollary 3.3). rho: of the zCDP releases together, sum of rho_i (Bun and
+    Steinke 2016, Lemma 2.3); their claims are about exchanging all rows of the silo, so one row is less.
+    delta: the smallest that any claim names; private_epsilon: of the composition of both at that delta,
+    which is no less than at any larger one. Both None before the first private release.
     nonprivate: the distinct reasons of the NonPrivate releases, nonprivate_releases their number.
     simulated: some noise came from a seed.
     """
@@ -33,17 +36,28 @@ class Account(BaseModel):
     private_epsilon: float | None = Field(default=None, ge=0)
     delta: float | None = Field(default=None, gt=0, lt=1)
     mu: float = Field(default=0.0, ge=0)
+    rho: float = Field(default=0.0, ge=0)
     nonprivate: tuple[str, ...] = ()
     nonprivate_releases: int = Field(default=0, ge=0)
     simulated: bool = False
+
+    @model_serializer(mode="wrap")
+    def _without_empty_rho(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Written only where there is one: the ledgers from before there was a rho stay canonical."""
+        document: dict[str, Any] = handler(self)
+        if not self.rho:
+            document.pop("rho", None)
+        return document
 
     @property
     def epsilon(self) -> float | None:
         """Of everything that left; None while a NonPrivate release is among it: no finite epsilon."""
         return None if self.nonprivate else self.private_epsilon
 
-    def with_claim(self, claim: NonPrivate | GaussianSums) -> Account:
+    def with_claim(self, claim: Claim) -> Account:
         """The account after one more release. Raises BudgetExceeded where its noise is none."""
+        if isinstance(claim, Independent):
+            return self
         if isinstance(claim, NonPrivate):
             known = claim.reason in self.nonprivate
             return self.model_copy(
@@ -52,22 +66,31 @@ class Account(BaseModel):
                     "nonprivate_releases": self.nonprivate_releases + 1,
                 }
             )
-        mu = math.hypot(self.mu, claim.mu)
+        mu, rho = self.mu, self.rho
+        if isinstance(claim, GaussianSums):
+            mu = math.hypot(mu, claim.mu)
+        else:
+            rho += claim.rho
         delta = claim.delta if self.delta is None else min(self.delta, claim.delta)
-        if mu > _MAX_MU:
+        if _whole_mu(mu, rho) > _MAX_MU:
             raise BudgetExceeded(
-                f"the releases of this data set together have mu {mu:.3g}: their noise protects nothing",
+                f"the releases of this data set together have mu {_whole_mu(mu, rho):.3g}: their noise "
+                "protects nothing",
                 "datasets",
             )
-        epsilon = gaussian_epsilon(mu, delta)
         return self.model_copy(
             update={
-                "private_epsilon": epsilon,
+                "private_epsilon": _composed_epsilon(mu, rho, delta),
                 "delta": delta,
                 "mu": mu,
+                "rho": rho,
                 "simulated": self.simulated or claim.simulated,
             }
         )
+
+    def private_epsilon_at(self, delta: float) -> float:
+        """Epsilon of all private releases together at another delta than the account's own."""
+        return _composed_epsilon(self.mu, self.rho, delta)
 
     def matches(self, other: Account) -> bool:
         """Equal up to rounding, which differs between machines' mathematics libraries."""
@@ -82,16 +105,17 @@ class Account(BaseModel):
         Rounding aside, as in `matches`.
         """
         figures: tuple[float | None, float | None]
-        if self.mu == 0:
+        if self.mu == 0 and self.rho == 0:
             figures = (None, None)
-        elif self.delta is None or self.mu > _MAX_MU:
+        elif self.delta is None or _whole_mu(self.mu, self.rho) > _MAX_MU:
             return False
         else:
-            figures = (gaussian_epsilon(self.mu, self.delta), self.delta)
+            figures = (self.private_epsilon_at(self.delta), self.delta)
         return (
             _near(self.private_epsilon, figures[0])
             and _near(self.delta, figures[1])
             and (self.mu >= other.mu or _near(self.mu, other.mu))
+            and (self.rho >= other.rho or _near(self.rho, other.rho))
             and (other.delta is None or (self.delta is not None and self.delta <= other.delta))
             and set(self.nonprivate) >= set(other.nonprivate)
             and self.nonprivate_releases >= max(other.nonprivate_releases, len(self.nonprivate))
@@ -100,7 +124,20 @@ class Account(BaseModel):
         )
 
 
-_FIGURES = ("private_epsilon", "delta", "mu")
+_FIGURES = ("private_epsilon", "delta", "mu", "rho")
+
+
+def _whole_mu(mu: float, rho: float) -> float:
+    """The mu of the Gaussian mechanism whose zCDP is that of both parts."""
+    return math.hypot(mu, math.sqrt(2 * rho))
+
+
+def _composed_epsilon(mu: float, rho: float, delta: float) -> float:
+    """Exact for Gaussian releases alone; with others among them they count as (mu^2/2)-zCDP ones.
+
+    Bun and Steinke 2016, Proposition 1.6: a Gaussian mechanism of mu has Renyi divergences alpha mu^2 / 2.
+    """
+    return gaussian_epsilon(mu, delta) if rho == 0 else zcdp_epsilon(mu**2 / 2 + rho, delta)
 
 
 def _near(a: float | None, b: float | None) -> bool:

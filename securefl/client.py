@@ -21,6 +21,7 @@ from typing import Any
 from securefl.account import Account
 from securefl.agreement import check_agreed, steps_of_round
 from securefl.config import AVERAGING, Config
+from securefl.contribution import Contributor, Member
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import (
@@ -37,7 +38,7 @@ from securefl.errors import (
 from securefl.exchange import Asked, Preview, Standing, Witness
 from securefl.ledger import Ledger, ReleaseEntry
 from securefl.local import LocalTraining, SiloData, train_locally
-from securefl.messages import Dropped, Header, Party, RoundPlan, Step
+from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
 from securefl.model_card import silo_card
 from securefl.models import Slm
 from securefl.opening import Opening, open_plan
@@ -53,7 +54,7 @@ from securefl.release import (
     encode_release,
 )
 from securefl.state import StateFolder
-from securefl.steps import Bench, Done, carry_out
+from securefl.steps import Bench, Done
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class Client:
         self._turn = threading.Lock()
         self._process = os.getpid()
         self._after: str | None = None  # the answer that the model in memory belongs to
+        self._contributor = Contributor()
         self._settle()
         self._recall()
 
@@ -158,10 +160,13 @@ class Client:
                     raise
                 except Refused as refusal:
                     self.slm.load_state(before)
+                    self._contributor.forget()
                     return self._refuse(asked, refusal)
-            except BaseException:
+            except BaseException as error:
                 # Where the answer was charged all the same, `_recall` finds its model again.
                 self.slm.load_state(before)
+                if not isinstance(error, AwaitingApproval | Cancelled):
+                    self._contributor.forget()
                 raise
 
     def preview(self, message: bytes) -> Preview:
@@ -187,7 +192,7 @@ class Client:
                     self._permit(asked)
                 except AwaitingApproval as waits:
                     refusals.append(waits)
-                done = self._compute(asked)
+                done = self._compute(asked, preview=True)
                 recipients, body = self._recipients(asked), encode_release(done.release)
                 found.update(recipients=_parties(recipients), release=done.release, body=body)
                 found["account"] = self._check(done.release, recipients, body)
@@ -281,7 +286,9 @@ class Client:
                 "ledger",
             )
         check_agreed(plan, self.config, _parties([*self.roster.values(), self.identity.card]))
-        if self.policy.approval == "manual" and not self.ledger.is_approved(asked.hash):
+        # What no row has a part in needs no owner: a masked round asks for its one approval to train.
+        bound = plan.step in MASKING_STEPS
+        if self.policy.approval == "manual" and not (bound or self.ledger.is_approved(asked.hash)):
             raise AwaitingApproval(
                 f"the plan of round {plan.round}, {plan.step}, waits for its owner: securefl approve "
                 f"{asked.hash}",
@@ -318,8 +325,8 @@ class Client:
     def _stop(self) -> bool:
         return self.policy.stopped() or (self.cancelled is not None and self.cancelled())
 
-    def _compute(self, asked: Asked) -> Done:
-        """What answers a plan.
+    def _compute(self, asked: Asked, preview: bool = False) -> Done:
+        """What answers a plan; to preview it, without a change to the masked round.
 
         Whether it can be computed may tell something of the rows: weights can be made to overflow on rows
         with a certain word. So every failure is a refusal, which uses the step up and stands in the ledger;
@@ -338,9 +345,11 @@ class Client:
             reader=Reader(self.identity, self.roster, self.slm, self._floor),
         )
         try:
-            done = carry_out(plan, asked.tensors, asked.weights, bench)
+            done = self._contributor.carry_out(asked, bench, self._member(), preview)
         except Cancelled:
             self.policy.check_running()  # the kill switch is a refusal, which the server gets an answer to
+            raise
+        except Refused:
             raise
         except Exception as error:
             # The text of an error that is not ours may quote a row.
@@ -350,9 +359,21 @@ class Client:
             log.warning("%s: round %d: centroids of %s ignored", self.identity.name, plan.round, peer.name)
         return done
 
+    def _member(self) -> Member:
+        return Member(
+            identity=self.identity,
+            roster=self.roster,
+            shapes=self.slm.shapes(),
+            least_threshold=self.policy.min_threshold or 0,
+            least_cohort=self.policy.min_cohort or 0,
+            floor=self._floor,
+        )
+
     def _recipients(self, asked: Asked) -> list[Card]:
         """The cards, as they are pinned now, that an answer is sealed to."""
         plan = asked.plan
+        if plan.step is Step.KEY:  # its maker too, who has it from there after a restart
+            return [*self.roster.values(), self.identity.card]
         if plan.step is not Step.SHARE:
             if self.server.fingerprint != asked.server:
                 raise UnknownSender(f"the card of {self.server.name} is another than the plan's by now")
@@ -412,7 +433,7 @@ class Client:
             plan_sequence=asked.sequence,
             kind=release.kind,
             recipients=_parties(recipients),
-            protection="peer" if plan.step is Step.SHARE else "sealed",
+            protection=_protection(plan),
             envelope=sealed,
             body=body,
             dataset=self.dataset,
@@ -424,6 +445,9 @@ class Client:
             self.kept_candidate = done.kept_candidate
         if self.witness is not None:
             self.witness(self.identity.name, plan, release.kind, body, done.evidence)
+            if done.opened is not None:
+                opened = encode_release(done.opened)
+                self.witness(self.identity.name, plan, done.opened.kind, opened, {})
         if self.state is not None:
             self.state.tidy(kept)
         self._after = kept
@@ -475,6 +499,13 @@ class Client:
         check_tensors(tensors, self.slm.shapes(), "the state folder's model")
         self.slm.load_state(tensors)
         self._after = due
+
+
+def _protection(plan: RoundPlan) -> str:
+    """How an answer is protected on its way, as the ledger names it."""
+    if plan.step in (Step.SHARE, Step.KEY):
+        return "peer"
+    return plan.protection if plan.step is Step.TRAIN or plan.step in MASKING_STEPS else "sealed"
 
 
 def _party(card: Card) -> Party:

@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 
 from securefl.errors import ConfigError, NotAvailable, UsageError
 from securefl.files import read_limited
-from securefl.messages import NAME, RUN
+from securefl.messages import NAME, RUN, Step
 
-METHODS = ("standalone", "fedavg", "fedkc", "crosslm", "datafree-kd")
-AVERAGING = ("fedavg", "fedkc")
+METHODS = ("standalone", "fedavg", "fedprox", "fedkc", "crosslm", "datafree-kd")
+AVERAGING = ("fedavg", "fedprox", "fedkc")
 EPSILONS = (0.001, 1000)  # outside, an epsilon is a typing error or says nothing
 _ROWS = 10**9  # more than any file that fits in memory has
 _MAX_FILE = 2**20  # bytes
@@ -34,6 +34,13 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Drop(_Section):
+    """A silo that does not answer from `step` on, to the end of the round."""
+
+    round: int | None = Field(None, ge=1, le=10_000)
+    step: Step = Field(strict=False)
+
+
 class Federation(_Section):
     method: Literal["standalone", "fedavg", "fedprox", "fedkc", "crosslm", "datafree-kd"] = Field(
         description="How the silos learn from each other."
@@ -41,6 +48,17 @@ class Federation(_Section):
     rounds: int = Field(3, ge=1, le=10_000, description="Rounds; round 1 is each silo's own first training.")
     seed: int = Field(
         0, ge=0, lt=2**31, description="Makes a simulation repeatable; noise from it is marked."
+    )
+    mu: float = Field(
+        0.01,
+        ge=0,
+        le=1e4,
+        description="Of `fedprox`: how strongly a silo's training holds on to the model that it received.",
+    )
+    drop: dict[str, Drop] = Field(
+        default={},
+        description="Silos of a simulation that fall silent: "
+        '`{ silo-1 = { round = 2, step = "deal" } }`; without a round, in each.',
     )
 
 
@@ -101,6 +119,11 @@ class Data(_Section):
         return labels
 
 
+class Lora(_Section):
+    r: int = Field(ge=1, le=512, description="Rank of the adapter.")
+    alpha: int | None = Field(None, ge=1, le=2**16, description="Its scale is alpha / r; unset: 2 r.")
+
+
 class Slm(_Section):
     models: tuple[str, ...] = Field(
         ("builtin:minilm",),
@@ -119,7 +142,17 @@ class Slm(_Section):
         description="Train (and send) the token table too. Off: which of its rows changed would tell the "
         "reader which words a silo holds.",
     )
-    lora: dict[str, int] | None = Field(None, description="Not in this version.")
+    lora: Lora | None = Field(
+        None,
+        description="Train (and send) a low-rank adapter and the head only: `{ r = 8 }`; its scale is "
+        "alpha / r, and `alpha` unset 2 r. It takes a larger `learning_rate`, such as 1e-3.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Slm:
+        if self.lora is not None and self.train_embeddings:
+            raise ValueError("set lora or train_embeddings, not both: an adapter leaves the table alone")
+        return self
 
 
 class CentroidPrivacy(_Section):
@@ -160,13 +193,72 @@ class CentroidPrivacy(_Section):
         return self.epsilon is not None or self.noise_multiplier is not None
 
 
+class ModelPrivacy(_Section):
+    """Noise on the sum of the silos' model updates, each silo adding its share (see `distributed_noise`)."""
+
+    clip: float = Field(ge=1e-6, le=1e6, description="L2 bound of a silo's whole change of the weights.")
+    epsilon: float | None = Field(
+        None,
+        ge=EPSILONS[0],
+        le=EPSILONS[1],
+        description="For all rounds together, and for a silo's whole data rather than a row of it.",
+    )
+    noise_multiplier: float | None = Field(
+        None,
+        ge=0.01,
+        le=1e4,
+        description="Sigma of the noise on the sum over its sensitivity (twice the clip), every round.",
+    )
+    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
+    colluders: int = Field(
+        0, ge=0, le=254, description="Silos that may tell the server their share of the noise, or add none."
+    )
+
+    @model_validator(mode="after")
+    def _one_of(self) -> ModelPrivacy:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("set epsilon or noise_multiplier, one of them")
+        return self
+
+
 class Privacy(_Section):
     dp_sgd: dict[str, float] | None = Field(None, description="Not in this version.")
     centroids: CentroidPrivacy = Field(CentroidPrivacy(), description="The centroid release.")
+    models: ModelPrivacy | None = Field(
+        None, description="Noise on the sum of the models; unset: none. Only where models are masked."
+    )
 
 
 class Protection(_Section):
-    models: Literal["sealed", "masked", "ckks"] = Field("sealed", description="`sealed` to the server.")
+    models: Literal["masked", "ckks", "sealed"] | None = Field(
+        None,
+        description="`masked`: only the sum of the silos' models becomes known; `ckks`: only to the silos; "
+        "`sealed`: the server reads each. Unset: `masked` where models are averaged, else `sealed`.",
+    )
+    threshold: int | None = Field(
+        None,
+        ge=2,
+        le=256,
+        description="Fewest silos whose masked sum may become known; unset: more than two thirds of them.",
+    )
+    clip: float | None = Field(
+        None,
+        ge=1e-6,
+        le=1e6,
+        description="Largest magnitude of a value that is summed. Masked: of a round's change of a weight, "
+        "larger ones are cut off (unset: 4). CKKS: of a weight, larger ones are refused (unset: 64).",
+    )
+    bits: int = Field(32, ge=16, le=32, description="Of a masked value; fewer are shorter and coarser.")
+    max_rows: int = Field(
+        65_536,
+        ge=1,
+        le=_ROWS,
+        description="Most rows that a silo may have where its row count is a hidden weight; nearer to the "
+        "truth, the finer the sum.",
+    )
+    post_quantum: bool = Field(
+        False, description="CKKS parameters within the post-quantum 128-bit bound, with less room for sums."
+    )
     centroids: Literal["peer", "sealed"] = Field("peer", description="`peer`: sealed to each other silo.")
 
 
@@ -256,6 +348,28 @@ class Config(_Section):
     policy: PolicyTerms = PolicyTerms()
     client: ClientTerms | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_protection(cls, document: Any) -> Any:
+        """Where models are averaged nobody has to read one, so the sum is the default."""
+        if not isinstance(document, dict) or not isinstance(document.get("federation"), dict):
+            return document
+        protection = document.get("protection", {})
+        if not isinstance(protection, dict) or protection.get("models") is not None:
+            return document
+        averaged = document["federation"].get("method") in AVERAGING
+        return {**document, "protection": {**protection, "models": "masked" if averaged else "sealed"}}
+
+    @property
+    def sums_models(self) -> bool:
+        """Whether the server gets the silos' models as a sum only."""
+        return self.federation.method in AVERAGING and self.protection.models != "sealed"
+
+    @property
+    def mu(self) -> float:
+        """Weight of the proximal term in local training; 0 for every method but FedProx."""
+        return self.federation.mu if self.federation.method == "fedprox" else 0.0
+
     def round_epochs(self, round_number: int) -> int:
         """Local passes of a round, counted from 1."""
         return self.slm.epochs if round_number == 1 else (self.slm.round_epochs or self.slm.epochs)
@@ -264,11 +378,8 @@ class Config(_Section):
 def _refuse_unavailable(config: Config) -> None:
     """Fail closed on what is in the format but not in this version."""
     missing = {
-        'federation.method = "fedprox"': config.federation.method == "fedprox",
-        f'protection.models = "{config.protection.models}"': config.protection.models != "sealed",
         'protection.centroids = "sealed"': config.protection.centroids != "peer",
         "privacy.dp_sgd": config.privacy.dp_sgd is not None,
-        "slm.lora": config.slm.lora is not None,
         f"fedkc.compose = {config.fedkc.compose}": isinstance(config.fedkc.compose, int),
     }
     for field, asked in missing.items():
@@ -293,6 +404,15 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
         )
         raise ConfigError(f"{name}: {where}: {reason}{more}") from error
     _refuse_unavailable(config)
+    if config.protection.models != "sealed" and config.federation.method not in AVERAGING:
+        raise ConfigError(
+            f'{name}: protection.models: {config.federation.method} has nothing to sum; write "sealed"'
+        )
+    if config.privacy.models is not None and config.protection.models != "masked":
+        raise ConfigError(
+            f"{name}: privacy.models: noise is shared out among the silos of a masked sum; it needs a method "
+            'that averages models and protection.models = "masked"'
+        )
     if len(config.slm.models) > 1 and config.federation.method in AVERAGING:
         raise ConfigError(
             f"{name}: slm.models: {config.federation.method} averages weights and needs one model"
@@ -338,7 +458,10 @@ def _default(field: FieldInfo) -> str:
 def reference() -> str:
     """Every key of the file as a Markdown table, made from the models above."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    nested = {"privacy.centroids": CentroidPrivacy}
+    nested: dict[str, type[BaseModel]] = {
+        "privacy.centroids": CentroidPrivacy,
+        "privacy.models": ModelPrivacy,
+    }
     for section, field in Config.model_fields.items():
         model = field.annotation
         if section == "client":  # optional as a whole

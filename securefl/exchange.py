@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from securefl.account import Account
+from securefl.crypto.envelope import Verified
 from securefl.crypto.identity import Card
 from securefl.errors import Refused
 from securefl.ledger import RefusalEntry, ReleaseEntry
@@ -35,7 +36,8 @@ class Standing:
 @dataclass(frozen=True, repr=False)
 class Asked:
     """A plan that was verified and opened. server: fingerprint of who signed it. weights: those among the
-    tensors, if any. hash: what an owner approves and the ledger records.
+    tensors, if any (under CKKS their encrypted sum). verified: the envelope that it came in. hash: what an
+    owner approves and the ledger records.
     """
 
     plan: RoundPlan
@@ -45,6 +47,7 @@ class Asked:
     sequence: int
     hash: str
     message: bytes
+    verified: Verified
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,8 +28,8 @@ from securefl.ledger import LedgerSummary, ReleaseEntry, verify_ledger
 from securefl.ledger_copies import verify_copy
 from securefl.policy import Policy
 from securefl.receipt import RECEIPT
-from securefl.recording import release_name
-from securefl.release import Limits, canonical_json, decode, parse_json, release_from
+from securefl.recording import SUMS, readers, release_name, sum_name
+from securefl.release import READABLE, Limits, canonical_json, decode, parse_json, release_from
 from securefl.result import ClientRow, ReleaseRow, Result, parse_result
 
 MAX_DOCUMENT = 64 * 2**20
@@ -312,7 +312,8 @@ def verify_run(folder: Path) -> VerifiedRun:
         raise UsageError(f"{folder}: is not the folder of a finished run (it has no result.json)")
     result = parse_result(read_limited(path, MAX_DOCUMENT), str(path))
     names = {row.name for row in result.clients}
-    _nobody_else(folder / "releases", names | {"server"}, "")
+    _nobody_else(folder / "releases", names | {"server", SUMS}, "")
+    _same_sums(folder / "releases" / SUMS, result)
     _nobody_else(folder / "ledger", names, ".jsonl")
     found: list[RecordedRelease] = []
     entries = {}
@@ -355,12 +356,11 @@ def _ledger_of(folder: Path, name: str) -> LedgerSummary:
 def _facts(source: ReleaseRow | ReleaseEntry) -> dict[str, Any]:
     """What result.json and the ledger both say of a release, in comparable form."""
     if isinstance(source, ReleaseEntry):
-        readers = [party.name for party in source.recipients]
         return {
             "round": source.round,
             "kind": source.kind.value,
-            "recipients": readers,
-            "readable_by": readers,
+            "recipients": [party.name for party in source.recipients],
+            "readable_by": readers(source),
             "bytes": source.bytes,
             "sha256": source.body_sha256,
             "claim": source.claim.model_dump(mode="json"),
@@ -404,12 +404,14 @@ def _encoded(value: Any) -> bytes:
 
 
 def _same_files(folder: Path, row: ClientRow, summary: LedgerSummary) -> Iterator[RecordedRelease]:
-    """The files of a silo must be the bodies that its ledger charged, no more and no fewer."""
-    due = {release_name(entry.round, entry.step, entry.kind.value): entry for entry in summary.releases}
+    """The files of a silo must be the bodies that its ledger charged and that could be read, no others."""
+    read = [entry for entry in summary.releases if entry.kind in READABLE]
+    due = {release_name(entry.round, entry.step, entry.kind.value): entry for entry in read}
+    rows = [listed for listed in row.releases if listed.kind in READABLE]
     for path in _visible(folder):
         if path.name not in due:
             raise ProtocolError(f"{path}: is none of the releases in the ledger of {row.name}")
-    for (name, entry), listed in zip(due.items(), row.releases, strict=True):
+    for (name, entry), listed in zip(due.items(), rows, strict=True):
         path = folder / name
         if not path.is_file():
             raise ProtocolError(f"{path}: recorded release missing: {row.name}, round {entry.round}")
@@ -419,6 +421,23 @@ def _same_files(folder: Path, row: ClientRow, summary: LedgerSummary) -> Iterato
                 "the file was changed, or is not of this run"
             )
         yield RecordedRelease(row.name, path, listed)
+
+
+def _same_sums(folder: Path, result: Result) -> None:
+    """The opened sums in the folder must be those that the result names."""
+    due = {sum_name(row.round): row for row in result.sums}
+    for path in _visible(folder):
+        if path.name not in due:
+            raise ProtocolError(f"{path}: is none of the sums that result.json names")
+    for name, row in due.items():
+        path = folder / name
+        if not path.is_file():
+            raise ProtocolError(f"{path}: recorded sum missing: round {row.round}")
+        if _sha256(path) != row.sha256:
+            raise ProtocolError(
+                f"{path}: its hash is not the one recorded for round {row.round}; the file was changed, or "
+                "is not of this run"
+            )
 
 
 def _sha256(path: Path) -> str:

@@ -56,7 +56,7 @@ from securefl.crypto.identity import Card, Identity
 from securefl.errors import BudgetExceeded, LedgerCorrupt, Refused, UsageError
 from securefl.files import read_limited, write_atomic, write_new
 from securefl.messages import Party
-from securefl.release import GaussianSums, NonPrivate, PayloadKind
+from securefl.release import Claim, Noised, PayloadKind
 
 _BLOCK = 2**20
 
@@ -190,7 +190,7 @@ class Ledger:
         """What has been released of one data set adds up to; empty where nothing has."""
         return self._chain.tip.account(dataset)
 
-    def account_with(self, dataset: str, claim: NonPrivate | GaussianSums) -> Account:
+    def account_with(self, dataset: str, claim: Claim) -> Account:
         """The account if a release under `claim` were appended; nothing is written.
 
         Raises BudgetExceeded for a claim whose noise is none, and for every private one of a ledger that was
@@ -198,8 +198,8 @@ class Ledger:
         """
         return self._account_after(self._chain.tip, dataset, claim)
 
-    def _account_after(self, tip: Tip, dataset: str, claim: NonPrivate | GaussianSums) -> Account:
-        if tip.restored and isinstance(claim, GaussianSums):
+    def _account_after(self, tip: Tip, dataset: str, claim: Claim) -> Account:
+        if tip.restored and isinstance(claim, Noised):
             raise BudgetExceeded(
                 f"{self.path}: was restored from a copy; the whole ceiling counts as spent until what had "
                 "left is known again, see `securefl ledger confirm`",
@@ -284,7 +284,7 @@ class Ledger:
         envelope: bytes,
         body: bytes,
         dataset: str,
-        claim: NonPrivate | GaussianSums,
+        claim: Claim,
         permit: Callable[[Account], None],
     ) -> ReleaseEntry:
         """Charge a release; when this returns the disk has it and `envelope` may be sent.

@@ -20,6 +20,7 @@ from securefl.data import Rows
 from securefl.errors import NonFiniteUpdate
 from securefl.messages import FedKcTerms
 from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
+from securefl.methods.fedprox import proximal_term
 from securefl.models import Slm, load_slm
 from securefl.privacy import (
     LocalResult,
@@ -67,14 +68,11 @@ def train_locally(
     knowledge: Sequence[Knowledge] = (),
     cancelled: Callable[[], bool] | None = None,
 ) -> None:
-    """Fine-tune on a silo's rows; with knowledge, plus alpha times the consistency loss (8) of FedKC.
+    """Fine-tune on a silo's rows: the cross-entropy, and what the method adds to it.
 
-    cancelled: asked between steps. Raises as `training.fit` does.
+    With knowledge alpha times the consistency loss (8) of FedKC; with FedProx the proximal term around the
+    weights that `slm` has at the call. cancelled: asked between steps. Raises as `training.fit` does.
     """
-    terms = config.fedkc
-
-    def consistency(model: Slm) -> Tensor:
-        return terms.alpha * consistency_loss(model, knowledge, terms.weights)
 
     fit(
         slm,
@@ -84,19 +82,31 @@ def train_locally(
         learning_rate=config.slm.learning_rate,
         head_learning_rate=config.slm.head_learning_rate,
         seed=seed,
-        consistency=consistency if knowledge else None,
+        penalty=_penalty(slm, config, knowledge),
         cancelled=cancelled,
     )
 
 
+def _penalty(slm: Slm, config: Config, knowledge: Sequence[Knowledge]) -> Callable[[Slm], Tensor] | None:
+    """What the method adds to the loss of a step, around the weights of now; None where it adds nothing."""
+    terms, mu = config.fedkc, config.mu
+    if knowledge:
+        return lambda model: terms.alpha * consistency_loss(model, knowledge, terms.weights)
+    if mu > 0:
+        start = [parameter.detach().clone() for parameter in slm.trained()]
+        return lambda model: proximal_term(model.trained(), start, mu)
+    return None
+
+
 def starting_slm(name: str, labels: Sequence[str], config: Config) -> Slm:
-    """A checkpoint with the run's initial head, which is the same in every silo and in the server."""
+    """A checkpoint with the run's initial head and adapter, the same in every silo and in the server."""
     return load_slm(
         name,
         labels,
         max_length=config.slm.max_length,
         train_embeddings=config.slm.train_embeddings,
         seed=derive_seed(config.federation.seed, "head"),
+        lora=config.slm.lora,
     )
 
 

@@ -51,12 +51,24 @@ class Header(_Message):
 
 
 class Step(StrEnum):
-    """What the server asks for. A silo does one thing a step and answers once."""
+    """What the server asks for, in the order within a round. A silo does one thing a step and answers once.
 
+    key: of CKKS; advertise, deal, sign and unmask: of a masked round, whose masked input answers `train`.
+    """
+
+    KEY = "key"
     SHARE = "share"
+    ADVERTISE = "advertise"
+    DEAL = "deal"
     TRAIN = "train"
+    SIGN = "sign"
+    UNMASK = "unmask"
     CANDIDATE = "candidate"
     FINISH = "finish"
+
+
+# The steps of a masked round whose answer does not depend on any row.
+MASKING_STEPS: Final = (Step.ADVERTISE, Step.DEAL, Step.SIGN, Step.UNMASK)
 
 
 class FedKcTerms(_Message):
@@ -69,13 +81,42 @@ class FedKcTerms(_Message):
     weights: Literal["uniform", "size"]
 
 
+class NoiseTerms(_Message):
+    """Noise that the silos add to their sum, each a share (`distributed_noise`); as in the configuration."""
+
+    clip: float = Field(gt=0)
+    epsilon: float | None = Field(gt=0)
+    noise_multiplier: float | None = Field(gt=0)
+    delta: float = Field(gt=0, lt=1)
+    colluders: int = Field(ge=0, le=254)
+
+
+class SumTerms(_Message):
+    """How models are added up unseen, masked or under CKKS; every silo encodes alike.
+
+    threshold: the fewest silos whose masked sum may become known (0 under CKKS, which cannot enforce one).
+    clip: the largest magnitude of a coordinate. bits: of a masked value. max_rows: the rows that
+    are weight 1. post_quantum: the CKKS set that is within the post-quantum bound. noise: on a masked sum,
+    whose silos then all have the same weight; its clip is that of the whole change.
+    """
+
+    threshold: int = Field(ge=0, le=256)
+    clip: float = Field(gt=0)
+    bits: int = Field(ge=16, le=32)
+    max_rows: int = Field(ge=1, le=10**9)
+    post_quantum: bool
+    noise: NoiseTerms | None
+
+
 class RoundPlan(_Message):
     """One step of one round, signed by the server.
 
-    model: fingerprint of the weights that travel with the plan (arrays named as the model's parameters), or
-    None where the silo goes on from its own model. relayed: names of the peers whose sealed centroids travel
-    with it, as uint8 arrays `relay/<name>`. epochs: local passes over the silo's rows. answer: the payload
-    kind the silo may answer with.
+    model: fingerprint of the weights of the step (arrays named as the model's parameters; under CKKS from
+    round 2 on the chunks of the encrypted sum), or None where the silo goes on from its own model. They
+    travel with the plan, but in the other steps of a masked round, which name the weights to be trained.
+    relayed: names of the peers whose sealed centroids, or group key, travel with it, as uint8 arrays
+    `relay/<name>`. epochs: local passes over the silo's rows. answer: the payload kind the silo may answer
+    with. What the server relays of a masked round is the uint8 array `masking/message`.
     """
 
     run: str = Field(pattern=RUN)
@@ -84,7 +125,8 @@ class RoundPlan(_Message):
     step: Step
     method: str = Field(pattern=r"^[a-z-]{1,32}$")
     cohort: tuple[Party, ...] = Field(min_length=1, max_length=256)
-    protection: Literal["sealed"] = "sealed"
+    protection: Literal["sealed", "masked", "ckks"]
+    sums: SumTerms | None = None
     model: str | None = Field(default=None, pattern=FINGERPRINT)
     relayed: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(default=(), max_length=256)
     epochs: int = Field(ge=0, le=10_000)

@@ -8,6 +8,16 @@ from securefl.models import Slm, usage_snippet
 from securefl.result import ClientRow, Result
 
 
+def _described(slm: Slm) -> str:
+    adapter = ""
+    if slm.lora is not None:
+        adapter = f" Trained were the head and a LoRA adapter of rank {slm.lora.r}, merged into the weights."
+    return (
+        f"Classes: {', '.join(slm.labels)}. Encoder: {slm.name}, at most {slm.max_length} tokens, mean\n"
+        f"pooling and a linear layer.{adapter}"
+    )
+
+
 def model_card(slm: Slm, row: ClientRow, result: Result) -> str:
     """Markdown with a Hugging Face metadata block for the model of one silo.
 
@@ -26,7 +36,6 @@ def model_card(slm: Slm, row: ClientRow, result: Result) -> str:
         if row.no_finite_epsilon
         else "The weights never left the silo; they were trained without differential privacy."
     )
-    labels = ", ".join(slm.labels)
     return f"""---
 library_name: transformers
 pipeline_tag: text-classification
@@ -36,7 +45,7 @@ base_model: {slm.name if "/" in slm.name and not slm.name.startswith(("/", "."))
 
 # Text classifier of {row.name} ({method})
 
-Classes: {labels}. Encoder: {slm.name}, at most {slm.max_length} tokens, mean pooling and a linear layer.
+{_described(slm)}
 
 Trained by securefl with the method `{method}`: {whose}. Accuracy on {test_rows} test rows:
 {row.test_accuracy:.3f} (95 % interval {low:.3f} to {high:.3f}). {row.name} alone, with as many local passes:
@@ -63,8 +72,8 @@ tags: [securefl, federated-learning]
 
 # Text classifier of {name} ({method})
 
-Classes: {", ".join(slm.labels)}. Encoder: {slm.name}, at most {slm.max_length} tokens, mean pooling and a
-linear layer. Trained by securefl in run {run}.
+{_described(slm)}
+Trained by securefl in run {run}.
 
 ## How to use it
 

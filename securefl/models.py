@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from securefl._adapter import add_adapter, merged
 from securefl._model_files import (
     appearing,
     cache_folder,
@@ -40,6 +41,7 @@ from securefl._model_files import (
     resolve,
     sha256,
 )
+from securefl.config import Lora
 from securefl.errors import ModelError
 from securefl.release import Tensors, canonical_json, check_tensors
 
@@ -76,6 +78,7 @@ class Slm(nn.Module):
         self.max_length = max_length
         self.name = name
         self.train_embeddings = train_embeddings
+        self.lora: Lora | None = None
         if not isinstance(getattr(model, "classifier", None), nn.Linear):
             raise ModelError(
                 f"{name}: a {model.config.model_type} model has no linear token classifier to train"
@@ -181,11 +184,27 @@ class Slm(nn.Module):
             raise ModelError(f"{self.name}: its encoder does not run on given embedding-layer outputs")
         return _masked_mean(hidden, mask)
 
+    def adapt(self, lora: Lora, seed: int) -> None:
+        """From now on only a LoRA adapter, drawn from `seed`, and the head train and travel.
+
+        What silos average are the factors A and B: the mean is an adapter of the same rank, and its product
+        is the mean of their products only where A or B agree. Raises ModelError for a second adapter.
+        """
+        if self.train_embeddings or self.lora is not None:
+            raise ModelError(f"{self.name}: an adapter needs a frozen embedding layer, and a model takes one")
+        add_adapter(self.model, lora, self.name, seed)
+        self.lora = lora
+        self.eval()
+
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that train and travel: all, all but the embedding layer, or adapter and head."""
+        return list(self._trained().values())
+
     def trained_names(self) -> tuple[str, ...]:
-        """Names of the parameters that train and travel: all, or all but the embedding layer."""
+        """Names of the parameters that train and travel."""
         return tuple(self._trained())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -206,6 +225,7 @@ class Slm(nn.Module):
     def save(self, folder: Path, card: str) -> None:
         """Write a Hugging Face folder: model.safetensors, config, tokenizer, README.md and securefl.json.
 
+        An adapter is added into the weights, so that the folder is of the plain architecture.
         `card` is the README's text; how to use the model in plain transformers is added where it is missing.
         The folder appears whole or not at all, and replaces an earlier one that `save` wrote; any other
         existing folder is a ModelError.
@@ -221,7 +241,7 @@ class Slm(nn.Module):
             "train_embeddings": self.train_embeddings,
         }
         with appearing(folder) as draft, quiet():
-            self.model.save_pretrained(draft)
+            (self.model if self.lora is None else merged(self.model)).save_pretrained(draft)
             self.tokenizer.save_pretrained(draft)
             (draft / "README.md").write_text(readme, encoding="utf-8")
             (draft / _NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
@@ -290,11 +310,20 @@ def _load_classifier(
     return slm, lost
 
 
-def load_slm(name: str, labels: Sequence[str], *, max_length: int, train_embeddings: bool, seed: int) -> Slm:
+def load_slm(
+    name: str,
+    labels: Sequence[str],
+    *,
+    max_length: int,
+    train_embeddings: bool,
+    seed: int,
+    lora: Lora | None = None,
+) -> Slm:
     """An encoder with a new linear head over `labels` (in this order), whose weights depend on `seed` alone.
 
     All silos so start from the same model. Unless `train_embeddings`, the embedding layer is frozen and does
-    not travel. Whatever head the checkpoint has is replaced. Raises ModelError.
+    not travel; with `lora` none of the encoder does, but an adapter (`Slm.adapt`). Whatever head the
+    checkpoint has is replaced. Raises ModelError.
     """
     if len(labels) < 2 or len(set(labels)) != len(labels):
         raise ModelError(
@@ -308,6 +337,8 @@ def load_slm(name: str, labels: Sequence[str], *, max_length: int, train_embeddi
         head.weight.normal_(0, _HEAD_STD, generator=torch.Generator().manual_seed(seed))
         if head.bias is not None:
             head.bias.zero_()
+    if lora is not None:
+        slm.adapt(lora, seed)
     return slm
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from securefl.agreement import plan_hash
+from securefl.agreement import brings_sum, ckks_terms, plan_hash, sum_terms
 from securefl.config import Config
 from securefl.crypto import envelope
+from securefl.crypto.ckks_terms import Terms
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import MalformedEnvelope, WrongRound, WrongRun
 from securefl.exchange import Asked
@@ -38,10 +39,25 @@ class Opening:
     floor: int
 
 
+def _values(slm: Slm) -> int:
+    return sum(math.prod(shape) for shape in slm.shapes().values())
+
+
+def _encrypted(opening: Opening) -> Terms | None:
+    """The terms of the run's encrypted sums, of which the silo's own configuration is the source."""
+    silos = opening.peers + 1
+    sums = sum_terms(opening.config, silos)
+    if sums is None or opening.config.protection.models != "ckks":
+        return None
+    return ckks_terms(sums, _values(opening.slm), silos)
+
+
 def plan_limits(opening: Opening) -> envelope.Limits:
     """The largest plan of a run: the model, and centroids of every peer. More is refused unread."""
     terms, slm = opening.config.fedkc, opening.slm
-    model = 4 * sum(math.prod(shape) for shape in slm.shapes().values())
+    model, encrypted = 4 * _values(slm), _encrypted(opening)
+    if encrypted is not None:
+        model = max(model, encrypted.ciphertexts * (encrypted.parameters.max_ciphertext + 4))
     positions = slm.max_length if terms.compose == "embeddings" else 1
     centroids = 4 * terms.clusters * (positions * 2 * slm.width + len(slm.labels) + 2)
     room = 2**22 + model + opening.peers * (2**20 + centroids)
@@ -65,11 +81,13 @@ def open_plan(message: bytes, opening: Opening) -> Asked:
     if plan.round > config.federation.rounds:
         # Not a refusal, which takes a line of the ledger: a server could ask for a million of them.
         raise WrongRound(f"round {plan.round} is beyond the {config.federation.rounds} of this run")
+    encrypted, summed = _encrypted(opening), brings_sum(plan.round, plan.step, config)
     return Asked(
         plan=plan,
         server=header.sender.key,
         tensors=body.tensors,
-        weights=weights_of(plan, body.tensors, opening.slm),
+        weights=weights_of(plan, body.tensors, opening.slm, encrypted if summed else None),
+        verified=verified,
         sequence=header.sequence,
         hash=plan_hash(opened, config, opening.dataset, opening.base_sha256),
         message=message,

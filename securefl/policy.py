@@ -25,10 +25,30 @@ from securefl.crypto.keyfiles import check_guarded
 from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal, UsageError
 from securefl.files import write_atomic
 from securefl.messages import FINGERPRINT, NAME, Party, RoundPlan
-from securefl.privacy import gaussian_epsilon
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, Release, canonical_json
+from securefl.release import (
+    GaussianSums,
+    Independent,
+    Noised,
+    NonPrivate,
+    PayloadKind,
+    Release,
+    canonical_json,
+)
 
 _CENTROIDS = (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS)
+# Which kind of payload a policy speaks of: what protects a model on its way is part of sending the model.
+_PART_OF_MODEL = {
+    PayloadKind.MODEL: "sealed",
+    PayloadKind.ADVERT: "masked",
+    PayloadKind.SHARES: "masked",
+    PayloadKind.MASKED_MODEL: "masked",
+    PayloadKind.SURVIVORS: "masked",
+    PayloadKind.UNMASKING: "masked",
+    PayloadKind.GROUP_KEY: "ckks",
+    PayloadKind.ENCRYPTED_MODEL: "ckks",
+}
+_TO_PEERS = (*_CENTROIDS, PayloadKind.GROUP_KEY)
+_LISTED = (PayloadKind.MODEL, PayloadKind.METRICS, *_CENTROIDS)
 _MAX_FILE = 2**20
 KILL_SWITCH = "STOP"
 # A budget calibrated to the very ceiling may come out above it by the root finder's error.
@@ -62,7 +82,7 @@ class Policy(BaseModel):
         (), description="Fingerprints of the servers it works with: 64 hex digits (`securefl inspect CARD`)."
     )
     peers: tuple[Fingerprint, ...] = Field(
-        (), description="Fingerprints of the silos that may read its centroids (FedKC only)."
+        (), description="Fingerprints of the silos that may read its centroids, or the sums that CKKS opens."
     )
     base_models: tuple[Fingerprint, ...] = Field(
         (), description="SHA-256 of the public checkpoints it may train (`securefl inspect FOLDER`)."
@@ -75,12 +95,22 @@ class Policy(BaseModel):
     nonprivate: tuple[PayloadKind, ...] = Field(
         (),
         description="Of these, the kinds that may leave without differential privacy; model and metrics "
-        "always do in this version.",
+        "do, unless `privacy.models` has the silos add noise to their sum.",
     )
     model_protections: tuple[Literal["sealed", "masked", "ckks"], ...] = Field(
         (),
-        description="How models may be protected, of: sealed (the server reads them), masked, ckks (neither "
-        "in this version).",
+        description="How models may be protected, of: masked (nobody reads one, the server their sum), ckks "
+        "(the silos their sum, and any silo with the server's help each), sealed (the server reads each).",
+    )
+    min_cohort: int | None = Field(
+        None,
+        ge=3,
+        description="Silos of a run whose models are summed, at least, so that one's own hides among them.",
+    )
+    min_threshold: int | None = Field(
+        None,
+        ge=2,
+        description="Silos whose masked sum may become known, at least; unset: more than two thirds.",
     )
     centroid_protections: tuple[Literal["peer", "sealed"], ...] = Field(
         (),
@@ -132,8 +162,9 @@ class Policy(BaseModel):
     @field_validator("kinds", "nonprivate")
     @classmethod
     def _are_releases(cls, kinds: tuple[PayloadKind, ...]) -> tuple[PayloadKind, ...]:
-        if PayloadKind.PLAN in kinds or PayloadKind.UNAVAILABLE in kinds:
-            raise ValueError("plan and unavailable are not releases")
+        for kind in kinds:
+            if kind not in _LISTED:
+                raise ValueError(f"{kind.value} is not listed by itself; of: {', '.join(map(str, _LISTED))}")
         return kinds
 
     # --- the file
@@ -239,7 +270,7 @@ class Policy(BaseModel):
     ) -> Iterator[PolicyRefusal]:
         """Everything that this policy says against a plan, each clause by itself; see `check_plan`."""
         peers = [party for party in plan.cohort if party.name != self.name]
-        shares = plan.answer in _CENTROIDS
+        to_peers = plan.answer in _TO_PEERS
         for clause, against in (
             ("kill_switch", self.stopped() and f"{self.kill_switch} is there, or cannot be looked for"),
             ("approval", self.approval is None and "is not set, so nobody has said who approves a plan"),
@@ -256,11 +287,11 @@ class Policy(BaseModel):
         ):
             if against:
                 yield self._refusal(clause, against)
-        protection = "peer" if shares else plan.protection
         for check in (
             partial(self._check_kind, plan.answer),
-            partial(self._check_protection, plan.answer, protection),
-            partial(self._check_peers, peers if shares else []),
+            partial(self._check_protection, plan.answer),
+            partial(self._check_peers, peers if to_peers or plan.protection == "ckks" else []),
+            partial(self._check_sums, plan),
         ):
             try:
                 check()
@@ -275,9 +306,9 @@ class Policy(BaseModel):
             limit = self.max_release_bytes or 0
             self._refuse("max_release_bytes", f"a release of {size} bytes is above {limit}")
         self._check_recipients(release.kind, recipients)
-        if isinstance(release.claim, GaussianSums):
+        if isinstance(release.claim, Noised):
             self._check_noise(release.claim)
-        else:
+        elif not isinstance(release.claim, Independent):
             self._check_nonprivate(release)
 
     def check_day(self, sealed: int) -> None:
@@ -297,7 +328,7 @@ class Policy(BaseModel):
             self._refuse("datasets", f"{dataset} is not listed")
         if account_after.private_epsilon is None:
             return
-        epsilon = gaussian_epsilon(account_after.mu, ceiling.delta)
+        epsilon = account_after.private_epsilon_at(ceiling.delta)
         if not epsilon <= ceiling.max_epsilon * (1 + ROUNDING):
             raise BudgetExceeded(
                 f"the policy of {self.name} forbids it: datasets.{dataset}: the releases together would have "
@@ -306,14 +337,28 @@ class Policy(BaseModel):
             )
 
     def _check_kind(self, kind: PayloadKind) -> None:
-        if kind not in self.kinds:
-            self._refuse("kinds", f"{kind.value} is not listed")
+        listed = _listed(kind)
+        if listed not in self.kinds:
+            self._refuse("kinds", f"{listed.value} is not listed")
 
-    def _check_protection(self, kind: PayloadKind, protection: str) -> None:
-        if kind in _CENTROIDS and protection not in self.centroid_protections:
-            self._refuse("centroid_protections", f"{protection} is not listed")
-        if kind is PayloadKind.MODEL and protection not in self.model_protections:
-            self._refuse("model_protections", f"{protection} is not listed")
+    def _check_protection(self, kind: PayloadKind) -> None:
+        if kind in _CENTROIDS and "peer" not in self.centroid_protections:
+            self._refuse("centroid_protections", "peer is not listed")
+        if kind in _PART_OF_MODEL and _PART_OF_MODEL[kind] not in self.model_protections:
+            self._refuse("model_protections", f"{_PART_OF_MODEL[kind]} is not listed")
+
+    def _check_sums(self, plan: RoundPlan) -> None:
+        """Whether enough silos take part in a sum that one's own model hides in it."""
+        if plan.protection == "sealed":
+            return
+        silos = len(plan.cohort)
+        if self.min_cohort is None:
+            self._refuse("min_cohort", "is not set, so no sum of models is joined")
+        if silos < self.min_cohort:
+            self._refuse("min_cohort", f"a cohort of {silos} silos is below {self.min_cohort}")
+        asked = plan.sums.threshold if plan.sums is not None else 0
+        if plan.protection == "masked" and asked < (self.min_threshold or 0):
+            self._refuse("min_threshold", f"a threshold of {asked} silos is below {self.min_threshold}")
 
     def _check_peers(self, parties: Sequence[Party]) -> None:
         for party in parties:
@@ -321,20 +366,24 @@ class Policy(BaseModel):
                 self._refuse("peers", f"{party.name} with the key {party.key[:16]} is not listed")
 
     def _check_recipients(self, kind: PayloadKind, recipients: Sequence[Party]) -> None:
-        self._check_protection(kind, "peer" if kind in _CENTROIDS else "sealed")
+        self._check_protection(kind)
         if not recipients:
-            self._refuse("peers" if kind in _CENTROIDS else "servers", "a release without recipients")
-        if kind in _CENTROIDS:
-            self._check_peers(recipients)
+            self._refuse("peers" if kind in _TO_PEERS else "servers", "a release without recipients")
+        if kind in _TO_PEERS:
+            self._check_peers([party for party in recipients if party.name != self.name])
+            if kind is PayloadKind.GROUP_KEY and {p.key for p in recipients} & set(self.servers):
+                self._refuse("peers", "a server would get the key that keeps the models from it")
             return
         for party in recipients:
             if party.key not in self.servers:
                 self._refuse("servers", f"{party.name} with the key {party.key[:16]} is not listed")
 
-    def _check_noise(self, claim: GaussianSums) -> None:
+    def _check_noise(self, claim: Noised) -> None:
         if claim.simulated and not self.simulation:
             self._refuse("simulation", "the noise comes from a seed, which protects nobody")
-        least = min(claim.noise_multiplier, claim.count_multiplier, claim.prediction_multiplier)
+        least = claim.noise_multiplier
+        if isinstance(claim, GaussianSums):
+            least = min(least, claim.count_multiplier, claim.prediction_multiplier)
         if self.min_noise_multiplier is None:
             self._refuse("min_noise_multiplier", "is not set, so no private release may leave")
         if not least >= self.min_noise_multiplier * (1 - ROUNDING):
@@ -346,8 +395,9 @@ class Policy(BaseModel):
     def _check_nonprivate(self, release: Release) -> None:
         assert isinstance(release.claim, NonPrivate)
         kind = release.kind
-        if kind not in self.nonprivate:
-            self._refuse("nonprivate", f"{kind.value} may not leave without differential privacy")
+        listed = _listed(kind)
+        if listed not in self.nonprivate:
+            self._refuse("nonprivate", f"{listed.value} may not leave without differential privacy")
         if kind is PayloadKind.EMBEDDING_CENTROIDS and self.allow_embedding_centroids is None:
             self._refuse(
                 "allow_embedding_centroids",
@@ -367,6 +417,11 @@ class Policy(BaseModel):
         # Written so that NaN, which is not below anything, is refused too.
         if not bool(np.all(sizes >= self.min_cluster_size)):
             self._refuse("min_cluster_size", f"a centroid stands for fewer than {self.min_cluster_size} rows")
+
+
+def _listed(kind: PayloadKind) -> PayloadKind:
+    """Under which kind a policy speaks of a payload."""
+    return PayloadKind.MODEL if kind in _PART_OF_MODEL else kind
 
 
 def _read_own(path: Path) -> bytes:

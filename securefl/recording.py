@@ -19,18 +19,37 @@ from securefl.account import only_account
 from securefl.data import Corpus, Rows
 from securefl.errors import UsageError
 from securefl.files import make_folder, write_atomic
-from securefl.ledger import Ledger
+from securefl.ledger import Ledger, ReleaseEntry
 from securefl.messages import RoundPlan
 from securefl.privacy import release_average
-from securefl.release import PayloadKind, Tensors, encode_release, fingerprint
+from securefl.release import (
+    READABLE,
+    SUMMED,
+    PayloadKind,
+    Tensors,
+    decode_release,
+    encode_release,
+    fingerprint,
+)
 from securefl.result import ReleaseRow
 
 _PRIVATE = "truth"
+SUMS = "sums"
 
 
 def release_name(round: int, step: str, kind: str) -> str:
     """The file name of a release below releases/NAME."""
     return f"r{round:03d}-{step}-{kind}.safetensors"
+
+
+def sum_name(round: int) -> str:
+    """The file name of an opened sum below releases/sums."""
+    return f"r{round:03d}-sum.safetensors"
+
+
+def readers(entry: ReleaseEntry) -> list[str]:
+    """Who can read a release of one silo: its recipients, or nobody where only a sum is ever opened."""
+    return [] if entry.kind in SUMMED else [party.name for party in entry.recipients]
 
 
 class RunFolder:
@@ -41,6 +60,7 @@ class RunFolder:
 
     def __init__(self, out: Path, resume: bool = False) -> None:
         self.out = out
+        self.sums: dict[int, tuple[bytes, list[str]]] = {}
         self.path = out.with_name(out.name + ".partial")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out}: exists already and is not empty; choose another --out or remove it")
@@ -65,7 +85,14 @@ class RunFolder:
     def witness(
         self, client: str, plan: RoundPlan, kind: PayloadKind, body: bytes, evidence: Mapping[str, Any]
     ) -> None:
-        """Record a release and, apart from it, the rows behind each of its centroids."""
+        """Record what can be read: a release, apart from it the rows behind each of its centroids, or a sum.
+
+        Of a model that is masked or encrypted, and of the keys and shares of that, nothing is written.
+        """
+        if kind is PayloadKind.SUM:
+            self.sum(client, body)
+        if kind not in READABLE:
+            return
         name = release_name(plan.round, plan.step.value, kind.value)
         write_atomic(self._sub("releases", client) / name, body)
         if "clusters" in evidence:
@@ -78,6 +105,15 @@ class RunFolder:
         info = {"round": number, "base": base, "labels": list(labels), "encoder": fingerprint(tensors)}
         body = encode_release(release_average(tensors, info))
         write_atomic(self._sub("releases", "server") / f"r{number:03d}-model.safetensors", body)
+
+    def sum(self, opener: str, body: bytes) -> None:
+        """Record the opened sum of a round; the silos under CKKS open the same one."""
+        number = int(decode_release(body).info["round"])
+        known, openers = self.sums.setdefault(number, (body, []))
+        if opener not in openers:
+            openers.append(opener)
+        if known is body:
+            write_atomic(self._sub("releases", SUMS) / sum_name(number), body)
 
     def truth(self, corpus: Corpus) -> None:
         """Write the rows that each silo trains on, and the rows that are nobody's."""
@@ -132,7 +168,7 @@ def ledger_facts(ledger: Ledger) -> dict[str, Any]:
                 round=entry.round,
                 kind=entry.kind.value,
                 recipients=[party.name for party in entry.recipients],
-                readable_by=[party.name for party in entry.recipients],
+                readable_by=readers(entry),
                 bytes=entry.bytes,
                 sha256=entry.body_sha256,
                 claim=entry.claim.model_dump(mode="json"),

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -38,7 +38,29 @@ class PayloadKind(StrEnum):
     CENTROIDS = "centroids"
     EMBEDDING_CENTROIDS = "embedding-centroids"
     METRICS = "metrics"
+    # Of a masked round: its ephemeral keys, its shares, the weighted model behind masks, the signed list of
+    # survivors, the shares that take the masks off the sum.
+    ADVERT = "advert"
+    SHARES = "shares"
+    MASKED_MODEL = "masked-model"
+    SURVIVORS = "survivors"
+    UNMASKING = "unmasking"
+    # Under CKKS: the silos' common key, and the weighted model encrypted under it.
+    GROUP_KEY = "group-key"
+    ENCRYPTED_MODEL = "encrypted-model"
+    SUM = "sum"
     UNAVAILABLE = "unavailable"
+
+
+# What nobody can read of one silo alone; opened is only the sum of many.
+SUMMED = (PayloadKind.MASKED_MODEL, PayloadKind.ENCRYPTED_MODEL)
+# What its recipients can read and some row has a part in.
+READABLE = (
+    PayloadKind.MODEL,
+    PayloadKind.CENTROIDS,
+    PayloadKind.EMBEDDING_CENTROIDS,
+    PayloadKind.METRICS,
+)
 
 
 class _Claim(BaseModel):
@@ -49,6 +71,13 @@ class NonPrivate(_Claim):
     """No differential privacy is claimed, for the stated reason."""
 
     mechanism: Literal["none"] = "none"
+    reason: str = Field(min_length=1, max_length=400)
+
+
+class Independent(_Claim):
+    """The same whatever the rows are: keys, shares of masks, signatures. It costs no privacy."""
+
+    mechanism: Literal["independent"] = "independent"
     reason: str = Field(min_length=1, max_length=400)
 
 
@@ -76,20 +105,54 @@ class GaussianSums(_Claim):
     simulated: bool
 
 
-PrivacyClaim = Annotated[NonPrivate | GaussianSums, Field(discriminator="mechanism")]
-CLAIM: TypeAdapter[NonPrivate | GaussianSums] = TypeAdapter(PrivacyClaim)
+class DistributedNoise(_Claim):
+    """A silo's share of the noise on a masked sum of model updates (see `distributed_noise`).
+
+    The guarantee is that of the opened sum and of all that is made from it, for whoever sees it, the server
+    and `colluders` of the silos included: exchanging one silo's whole update for another one (`adjacency`
+    replace-one; a row added or removed is less) is (epsilon, delta)-DP, and rho-zCDP (Bun and Steinke 2016),
+    where at least `threshold` silos are in the sum. Masks must keep each single vector hidden. clip: L2 bound
+    of an update; noise_multiplier: standard deviation of the noise of `threshold - colluders` silos over
+    `sensitivity`, both of the sum and in the updates' unit. bits: of the modulus; wrap_probability: that the
+    sum of all `silos` wraps around it and is wrong somewhere, which costs accuracy and no privacy.
+    `epsilon` is that of this release alone at `delta`; `simulated` as in `GaussianSums`.
+    """
+
+    mechanism: Literal["distributed-discrete-gaussian"] = "distributed-discrete-gaussian"
+    epsilon: float = Field(gt=0)
+    delta: float = Field(gt=0, lt=1)
+    rho: float = Field(gt=0)
+    clip: float = Field(gt=0)
+    sensitivity: float = Field(gt=0)
+    noise_multiplier: float = Field(gt=0)
+    silos: int = Field(ge=2, le=256)
+    threshold: int = Field(ge=2, le=256)
+    colluders: int = Field(ge=0, le=254)
+    bits: int = Field(ge=16, le=32)
+    wrap_probability: float = Field(ge=0, lt=1)
+    unit: Literal["silo"] = "silo"
+    adjacency: Literal["replace-one"] = "replace-one"
+    generator: str = Field(min_length=1)
+    simulated: bool
+
+
+Noised = GaussianSums | DistributedNoise
+Claim = NonPrivate | Independent | GaussianSums | DistributedNoise
+PrivacyClaim = Annotated[Claim, Field(discriminator="mechanism")]
+CLAIM: TypeAdapter[Claim] = TypeAdapter(PrivacyClaim)
 
 
 @dataclass(frozen=True)
 class Limits:
     """Sizes that a receiver accepts; each is checked before anything of that size is allocated.
 
-    max_bytes: the whole body. 512 MiB holds a 110-million-parameter model in float32 with room.
+    max_bytes: the whole body. 768 MiB holds 190 million parameters in float32, or all 22.7 million of
+    all-MiniLM-L6-v2 under CKKS (684 MB).
     max_header: the JSON that describes the tensors. 1 MiB is some 8,000 tensors.
     max_tensors: more than any model this package trains has.
     """
 
-    max_bytes: int = 512 * 2**20
+    max_bytes: int = 768 * 2**20
     max_header: int = 2**20
     max_tensors: int = 8192
 
@@ -107,15 +170,15 @@ class Body:
 class Release:
     """One thing that leaves a silo, with the claim under which it leaves.
 
-    tensors: named arrays; their shapes depend on `kind` (see `privacy`).
+    tensors: named arrays, not shown; their shapes depend on `kind` (see `privacy`).
     info: public facts that travel with it (JSON): rows, encoder fingerprint, cluster sizes if released.
     Only `privacy` makes these from private data; a receiver gets them from `decode_release`.
     """
 
     kind: PayloadKind
-    tensors: Tensors
+    tensors: Tensors = field(repr=False)
     info: Mapping[str, Any]
-    claim: NonPrivate | GaussianSums
+    claim: Claim
 
 
 def canonical_json(value: Any) -> bytes:
@@ -314,6 +377,23 @@ def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]], who
                 f"tensor {name} of {whose} holds values above {MAX_MAGNITUDE:g}, which would overflow; "
                 "its update was refused"
             )
+
+
+def flatten(tensors: Tensors) -> NDArray[np.float32]:
+    """All values in one row (d,), float32: the arrays in the order of their names, each in C order."""
+    return np.concatenate([np.asarray(tensors[name], np.float32).ravel() for name in sorted(tensors)])
+
+
+def unflatten(row: NDArray[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
+    """The inverse of `flatten` for arrays of these shapes. Raises WrongShape for a row of another length."""
+    sizes = [math.prod(shapes[name]) for name in sorted(shapes)]
+    if row.shape != (sum(sizes),):
+        raise WrongShape(f"a row of {row.size} values is not a model of {sum(sizes)}")
+    parts = np.split(row, np.cumsum(sizes)[:-1])
+    return {
+        name: part.reshape(shapes[name]).astype(np.float32)
+        for name, part in zip(sorted(shapes), parts, strict=True)
+    }
 
 
 def fingerprint(tensors: Tensors) -> str:

@@ -73,6 +73,28 @@ class ReleaseRow(_Row):
     claim: dict[str, Any]
 
 
+class SumRow(_Row):
+    """A sum of the silos' models that was opened: by whom, over which silos, with what error at most.
+
+    threshold: the fewest silos that it could have been opened for; 0 under CKKS. rows: of all silos in it.
+    resolution: the largest error of the encoding in a weight of the mean. noise: standard deviation of the
+    silos' noise in one; all silos then weigh the same, and rows is unknown. faults: bad shares, and whose.
+    sha256: of its file below releases/sums.
+    """
+
+    round: int = Field(ge=1)
+    protection: Literal["masked", "ckks"]
+    opened_by: list[str] = Field(min_length=1)
+    silos: list[str] = Field(min_length=1)
+    threshold: Count
+    rows: Count | None
+    resolution: Positive
+    noise: Positive | None = None
+    faults: list[str] = []
+    claim: dict[str, Any]
+    sha256: str
+
+
 class ClientRow(_Row):
     """One silo. Accuracies lie in [0, 1] with a 95 % Wilson interval over the test rows.
 
@@ -123,7 +145,8 @@ class ServerRow(_Row):
 class Result(_Row):
     """The whole of result.json. `schema_` is written as `schema`.
 
-    difference: to each silo alone (None for standalone). against: to other runs on the same rows, by name.
+    sums: of models that no party read alone. difference: to each silo alone (None for standalone).
+    against: to other runs on the same rows, by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
@@ -136,6 +159,7 @@ class Result(_Row):
     config: dict[str, Any]
     rounds: list[RoundRow] = Field(min_length=1)
     clients: list[ClientRow] = Field(min_length=1)
+    sums: list[SumRow] = []
     server: ServerRow
     difference: Difference | None
     against: dict[str, Difference] = {}

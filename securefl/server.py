@@ -8,14 +8,22 @@ unread. It keeps no socket, no clock of its own and no model code: weights are n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.agreement import answer_kind, brings_model, fedkc_terms, steps_of_round
+from securefl.agreement import (
+    answer_kind,
+    brings_model,
+    check_cohort,
+    fedkc_terms,
+    names_model,
+    steps_of_round,
+    sum_terms,
+)
 from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
@@ -24,14 +32,16 @@ from securefl.errors import (
     PayloadError,
     SecureflError,
     TooFewSilos,
+    UnknownSender,
     WrongRecipient,
     WrongRound,
     WrongRun,
 )
-from securefl.messages import Dropped, Header, Party, RoundPlan, Step
+from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
 from securefl.methods.averaging import weighted_mean
 from securefl.receipt import make_receipt
 from securefl.release import (
+    Independent,
     NonPrivate,
     PayloadKind,
     Release,
@@ -42,6 +52,7 @@ from securefl.release import (
     fingerprint,
     release_from,
 )
+from securefl.summation import Answer, EncryptedSummation, MaskedSummation, OpenedSum, Summation
 
 MIN_COHORT = 2  # the "mean" of one silo's weights is that silo's weights
 MAX_ROWS = 10**9
@@ -67,6 +78,7 @@ class Server:
     dropped: list[Dropped] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_cohort(self.config, len(self.roster))
         self._sequence = 0
         self._replay = envelope.ReplayGuard()
         self._steps = self._steps_of_round()
@@ -76,6 +88,8 @@ class Server:
         self._candidates: dict[str, Tensors] = {}
         self._last: dict[str, tuple[int, str]] = {}
         self.metrics: dict[str, Mapping[str, float]] = {}
+        self.sums: list[OpenedSum] = []
+        self._sum: Summation | None = self._begin_sum()
 
     @property
     def step(self) -> Step:
@@ -93,34 +107,60 @@ class Server:
 
     # --- out
 
-    def outgoing(self) -> dict[str, bytes]:
-        """The sealed plan of this step for every silo it concerns."""
-        concerned = self._candidates if self.step is Step.CANDIDATE else self.roster
-        return {name: self._plan_for(name) for name in self.roster if name in concerned}
+    def outgoing(self) -> Mapping[str, bytes]:
+        """The sealed plan of this step for every silo it concerns; each is made when it is looked up.
 
-    def _plan_for(self, name: str) -> bytes:
-        tensors: dict[str, NDArray[Any]] = {}
-        model = None
-        if brings_model(self.step, self.config):
-            weights = self._candidates[name] if self.step is Step.CANDIDATE else self.model
-            tensors.update(weights)
-            model = fingerprint(weights)
-        relayed = tuple(peer for peer in self._relay if peer != name) if self.step is Step.TRAIN else ()
-        for peer in relayed:
-            tensors[f"relay/{peer}"] = np.frombuffer(self._relay[peer], np.uint8)
-        plan = RoundPlan(
+        So that not all of them are in memory at once: with weights, a plan is as large as the model.
+        """
+        concerned: Collection[str] = self.roster
+        if self.step is Step.CANDIDATE:
+            concerned = self._candidates
+        elif self._summed and self._sum is not None:
+            concerned = self._sum.concerns()
+        return _Plans([name for name in self.roster if name in concerned], self._plan_for)
+
+    @property
+    def _summed(self) -> bool:
+        """Whether the answers to this step go into a sum, or prepare one."""
+        return self.step in (Step.KEY, Step.TRAIN, *MASKING_STEPS) and self._sum is not None
+
+    def _begin_sum(self) -> Summation | None:
+        """What adds up the models of the round, under CKKS of the run; None where the server reads them."""
+        if not self.config.sums_models:
+            return None
+        plan = self._plan(self.model, ())
+        if self.config.protection.models == "masked":
+            return MaskedSummation(self.roster, plan, self.model)
+        return EncryptedSummation(self.roster, plan, sum(array.size for array in self.model.values()))
+
+    def _plan(self, weights: Tensors, relayed: tuple[str, ...]) -> RoundPlan:
+        return RoundPlan(
             run=self.run,
             round=self.round,
             rounds=self.config.federation.rounds,
             step=self.step,
             method=self.config.federation.method,
             cohort=tuple(_party(card) for card in self.roster.values()),
-            model=model,
+            protection=self.config.protection.models or "sealed",
+            sums=sum_terms(self.config, len(self.roster)),
+            model=fingerprint(weights) if names_model(self.step, self.config) else None,
             relayed=relayed,
             epochs=self.config.round_epochs(self.round),
             fedkc=fedkc_terms(self.config),
             answer=self._due,
         )
+
+    def _plan_for(self, name: str) -> bytes:
+        tensors: dict[str, NDArray[Any]] = {}
+        weights = self._candidates[name] if self.step is Step.CANDIDATE else self.model
+        if names_model(self.step, self.config) and brings_model(self.step):
+            tensors.update(weights)
+        if self._sum is not None and (self._summed or self.config.protection.models == "ckks"):
+            tensors.update(self._sum.relayed(name))
+        relayed = tuple(peer for peer in self._relay if peer != name) if self.step is Step.TRAIN else ()
+        for peer in relayed:
+            tensors[f"relay/{peer}"] = np.frombuffer(self._relay[peer], np.uint8)
+        plan = self._plan(weights, relayed)
         body = encode(PayloadKind.PLAN, plan.model_dump(mode="json"), tensors)
         self._sequence += 1
         header = Header(
@@ -158,12 +198,16 @@ class Server:
             raise WrongRound(f"{name} answered this step already; its second message was refused")
         if header.kind not in (self._due, PayloadKind.UNAVAILABLE):
             raise MalformedEnvelope(f"{name} sent {header.kind.value} where {self._due.value} was due")
-        if header.kind is PayloadKind.UNAVAILABLE or self.step is not Step.SHARE:
-            release = self._opened(verified, header)
-        else:
+        release = None
+        if header.kind is not PayloadKind.UNAVAILABLE and self.step in (Step.SHARE, Step.KEY):
             self._check_peers(header)
-            release = None
-            self._sealed[name] = message
+            self._keep_sealed(name, message)
+        else:
+            release = self._opened(verified, header)
+            if release is not None and self._summed:
+                assert self._sum is not None
+                self._sum.receive(self.step, Answer(name, release, verified))
+                release = None  # it is in the sum; a hundred of them need not be kept
         self._replay.accept(header)
         self._last[name] = (header.sequence, hashlib.sha256(message).hexdigest())
         if header.kind is PayloadKind.UNAVAILABLE:
@@ -176,13 +220,24 @@ class Server:
             self._admitted[name] = release
         return header
 
+    def _keep_sealed(self, name: str, message: bytes) -> None:
+        if self.step is Step.SHARE:
+            self._sealed[name] = message
+            return
+        assert isinstance(self._sum, EncryptedSummation)
+        if name not in self._sum.concerns():
+            raise UnknownSender(f"{name} sent a CKKS key that another silo was asked for")
+        self._sum.take_key(message)
+
     def _check_peers(self, header: Header) -> None:
-        """Centroids must be sealed to every other silo, so that the server cannot pick who reads them."""
-        due = {(card.name, card.fingerprint) for card in self.roster.values()} - {
-            (header.sender.name, header.sender.key)
-        }
-        if {(party.name, party.key) for party in header.recipients} != due:
-            raise WrongRecipient(f"the centroids of {header.sender.name} are not sealed to exactly its peers")
+        """What is for peers must be sealed to each of them, so that the server cannot pick who reads it."""
+        due = {_party(card) for card in self.roster.values()}
+        if self.step is Step.SHARE:
+            due -= {header.sender}
+        if set(header.recipients) != due:
+            raise WrongRecipient(
+                f"the {header.kind.value} of {header.sender.name} is not sealed to exactly its peers"
+            )
 
     def _opened(self, verified: envelope.Verified, header: Header) -> Release | None:
         name = header.sender.name
@@ -194,7 +249,9 @@ class Server:
                 raise PayloadError(f"{name} says that it takes no part, and something besides")
             return None
         release = release_from(body)
-        if not isinstance(release.claim, NonPrivate):
+        summed = self._summed and release.kind is not PayloadKind.MODEL
+        silent = release.kind is PayloadKind.METRICS and self.config.privacy.models is not None
+        if not (summed or isinstance(release.claim, Independent if silent else NonPrivate)):
             raise PayloadError(f"{name} claims privacy for a {release.kind.value}; no mechanism gives it")
         if release.kind is PayloadKind.MODEL:
             check_tensors(release.tensors, self.shapes[name], name)
@@ -244,7 +301,13 @@ class Server:
         """End the step with the answers there are. Raises TooFewSilos where they do not suffice."""
         releases = {name: release for name, release in self._admitted.items() if release is not None}
         averaging = self.config.federation.method in AVERAGING
-        if self.step is Step.TRAIN and averaging:
+        if self._summed:
+            assert self._sum is not None
+            self._sum.close(self.step)
+            if self.step is (Step.UNMASK if self.config.protection.models == "masked" else Step.TRAIN):
+                self.model, opened = self._sum.opened()
+                self.sums.append(opened)
+        elif self.step is Step.TRAIN and averaging:
             if len(releases) < MIN_COHORT:
                 raise TooFewSilos(
                     f"round {self.round}: {len(releases)} of {len(self.roster)} silos answered and at least "
@@ -268,6 +331,26 @@ class Server:
                 return
             self.round += 1
             self._steps = self._steps_of_round()
+            if self.config.protection.models == "masked":
+                self._sum = self._begin_sum()
+
+
+class _Plans(Mapping[str, bytes]):
+    """Plans by the names of their silos, made one by one."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[str], bytes]) -> None:
+        self._names, self._make = names, make
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _party(card: Card) -> Party:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from securefl.agreement import check_cohort, check_rows
 from securefl.client import Client
 from securefl.config import ClientTerms, Config
 from securefl.crypto.identity import Identity
@@ -56,11 +57,13 @@ def open_client(
 
     if {identity.name, terms.server} & set(terms.peers) or identity.name == terms.server:
         raise ConfigError("client.peers: names this silo or the server; list the other silos")
+    check_cohort(config, len(terms.peers) + 1)
     try:
         now = standing()
     except UnknownSender as error:  # here it is the configuration that names somebody unknown
         raise ConfigError(f"client: {error}") from error
     labels, train, validation = load_silo(config)
+    check_rows(config, len(train), identity.name)
     name = _own_model(config)
     slm, base = starting_slm(name, labels, config), base_fingerprint(name)
     path = Path(terms.ledger)

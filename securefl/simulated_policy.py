@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 from securefl.config import PERMIT_EMBEDDINGS, Config
+from securefl.distributed_noise import round_multiplier
 from securefl.errors import BudgetExceeded, PolicyRefusal
 from securefl.policy import ROUNDING, Ceiling, Policy
-from securefl.privacy import calibrate_centroids, gaussian_epsilon
+from securefl.privacy import calibrate_centroids, gaussian_epsilon, zcdp_epsilon
 from securefl.release import Limits, PayloadKind
 
 
@@ -21,7 +22,7 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
     kinds: list[PayloadKind] = []
     if method != "standalone":
         kinds += [PayloadKind.MODEL, PayloadKind.METRICS]
-    nonprivate = list(kinds)
+    nonprivate = [] if config.privacy.models is not None else list(kinds)
     if method == "fedkc" and config.fedkc.source == "peers":
         layered = config.fedkc.compose == "embeddings"
         kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
@@ -34,26 +35,51 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
         peers=tuple(peers),
         kinds=tuple(kinds),
         nonprivate=tuple(nonprivate),
-        model_protections=("sealed",),
+        model_protections=(config.protection.models or "sealed",),
+        min_cohort=len(peers) + 1 if config.sums_models else None,
         centroid_protections=("peer",),
         min_cluster_size=config.privacy.centroids.min_size,
         min_noise_multiplier=_least_noise(config),
         max_release_bytes=Limits().max_bytes,
         max_bytes_per_day=2**53,
         approval="automatic",
-        datasets={name: Ceiling(max_epsilon=config.policy.max_epsilon, delta=config.privacy.centroids.delta)},
+        datasets={name: Ceiling(max_epsilon=config.policy.max_epsilon, delta=_delta(config))},
         base_models=(base,),
         allow_embedding_centroids=config.policy.allow_embedding_centroids,
     )
 
 
+def _delta(config: Config) -> float:
+    """At which a silo's whole account is held against the ceiling: no less than any of its claims names."""
+    centroids, models = config.privacy.centroids, config.privacy.models
+    deltas = [centroids.delta] if centroids.noised or models is None else []
+    return max(deltas if models is None else [*deltas, models.delta])
+
+
 def _least_noise(config: Config) -> float | None:
-    """The smallest multiplier of the centroid releases that a configuration asks for."""
-    terms = config.privacy.centroids
-    if not terms.noised:
-        return None
-    found = calibrate_centroids(terms, 1.0, max(1, config.federation.rounds - 1))
-    return min(found.noise_multiplier, found.count_multiplier, found.prediction_multiplier)
+    """The smallest multiplier of the private releases that a configuration asks for."""
+    terms, models = config.privacy.centroids, config.privacy.models
+    found: list[float] = []
+    if terms.noised:
+        each = calibrate_centroids(terms, 1.0, max(1, config.federation.rounds - 1))
+        found += [each.noise_multiplier, each.count_multiplier, each.prediction_multiplier]
+    if models is not None:
+        found.append(round_multiplier(models, config.federation.rounds))
+    return min(found, default=None)
+
+
+def _refuse_model_noise(config: Config) -> None:
+    models, rounds = config.privacy.models, config.federation.rounds
+    if models is None:
+        return
+    epsilon = zcdp_epsilon(rounds / (2 * round_multiplier(models, rounds) ** 2), models.delta)
+    if epsilon > config.policy.max_epsilon * (1 + ROUNDING):
+        raise BudgetExceeded(
+            f"the {rounds} noised sums would have epsilon {epsilon:.4g} at delta {models.delta:g}, above "
+            f"policy.max_epsilon = {config.policy.max_epsilon:g}; lower privacy.models.epsilon, raise the "
+            "noise_multiplier, or raise the ceiling",
+            "datasets",
+        )
 
 
 def refuse_early(config: Config) -> None:
@@ -63,6 +89,7 @@ def refuse_early(config: Config) -> None:
     for a budget that the ceiling cannot hold, rather than after half of it has left.
     """
     terms, method = config.privacy.centroids, config.federation.method
+    _refuse_model_noise(config)
     if method != "fedkc" or config.fedkc.source != "peers":
         return
     exposed = config.fedkc.compose == "embeddings" and not terms.noised

@@ -7,6 +7,7 @@ alone may see the rows and the results of all; what it writes for the auditor is
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import resource
 import secrets
@@ -19,12 +20,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.client import Client
+from securefl.agreement import check_cohort, check_rows, steps_of_round
+from securefl.client import ORDER, Client
 from securefl.config import AVERAGING, Config
 from securefl.crosslm_worker import CrossLmWorker
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, Rows
 from securefl.errors import (
+    ConfigError,
     NotAvailable,
     ProtocolError,
     Refused,
@@ -38,7 +41,8 @@ from securefl.model_card import model_card
 from securefl.models import Slm
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, ledger_facts, link_duplicates
-from securefl.result import ClientRow, Result, RoundRow, ServerRow, versions
+from securefl.release import decode_release, encode_release
+from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, versions
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
 from securefl.simulated_policy import refuse_early, simulated_policy
@@ -100,12 +104,41 @@ class Simulation:
 
     def _refuse_early(self) -> None:
         refuse_early(self.config)
+        check_cohort(self.config, len(self.corpus.train))
+        for name, rows in self.corpus.train.items():
+            check_rows(self.config, len(rows), name)
+        self._check_drops()
         models = self.config.slm.models
         if len(models) not in (1, len(self.corpus.train)):
             raise NotAvailable(
                 f"slm.models names {len(models)} models for {len(self.corpus.train)} silos; "
                 "name one for all, or one for each"
             )
+
+    def _check_noise(self) -> None:
+        """Whether the noise of the configuration fits the models, before anything is trained."""
+        if self.config.privacy.models is not None:
+            slm, _ = self.workbench.slm(self.config.slm.models[0], self.corpus.labels, self.config)
+            length = sum(math.prod(shape) for shape in slm.shapes().values())
+            check_cohort(self.config, len(self.corpus.train), length)
+
+    def _check_drops(self) -> None:
+        federation = self.config.federation
+        for name, drop in federation.drop.items():
+            if name not in self.corpus.train:
+                raise ConfigError(f"federation.drop: {name} is none of the silos of this run")
+            numbers = range(1, federation.rounds + 1) if drop.round is None else [drop.round]
+            if drop.round is not None and drop.round > federation.rounds:
+                raise ConfigError(f"federation.drop.{name}: there is no round {drop.round} in this run")
+            if not any(drop.step in steps_of_round(number, self.config) for number in numbers):
+                raise ConfigError(f"federation.drop.{name}: there is no step {drop.step} in that round")
+
+    def _silent(self, name: str, number: int, step: Step) -> bool:
+        """Whether the configuration has a silo fall silent before its answer to this step."""
+        drop = self.config.federation.drop.get(name)
+        if drop is None or drop.round not in (None, number):
+            return False
+        return ORDER.index(step) >= ORDER.index(drop.step)
 
     def _make_clients(self, run: str, server: Identity) -> None:
         config, corpus = self.config, self.corpus
@@ -149,6 +182,7 @@ class Simulation:
         """
         started = time.monotonic()
         worker = self._load_models()
+        self._check_noise()
         self.folder.open()
         run = secrets.token_hex(16)
         identity = Identity.generate(SERVER)
@@ -156,7 +190,7 @@ class Simulation:
         self.folder.truth(self.corpus)
         method = self.config.federation.method
         baseline = self._train_alone()
-        server_row = ServerRow()
+        server_row, sums = ServerRow(), list[SumRow]()
         transport = MemoryTransport(
             {name: client.handle for name, client in self.clients.items()}, self.meddler
         )
@@ -178,7 +212,9 @@ class Simulation:
                 model=next(iter(self.clients.values())).slm.state() if method in AVERAGING else {},
             )
             rounds, server_row = self._federate(server, transport, worker)
+            sums = self._sum_rows(server)
         result = self._result(run, rounds, server_row, baseline, transport, started)
+        result = result.model_copy(update={"sums": sums})
         self._write_models(result)
         self.folder.text("result.json", result.to_json())
         self._write_report(result)
@@ -194,13 +230,16 @@ class Simulation:
 
     def _train_alone(self) -> dict[str, Slm]:
         """Each silo's model after the same local passes with nothing exchanged: the baseline."""
+        # Of every method the same: what a method adds to the loss is no part of it.
+        federation = self.config.federation.model_copy(update={"method": "standalone"})
+        config = self.config.model_copy(update={"federation": federation})
         alone = {}
         for name, client in self.clients.items():
             slm = copy.deepcopy(client.slm)
             for number in range(1, self.config.federation.rounds + 1):
                 seed = derive_seed(self.config.federation.seed, name, number, "train")
                 epochs = self.config.round_epochs(number)
-                client.train(slm, client.data.train, self.config, epochs, seed)
+                client.train(slm, client.data.train, config, epochs, seed)
                 self.progress(epochs, f"{name} trains alone, round {number}")
             alone[name] = slm
         return alone
@@ -213,7 +252,7 @@ class Simulation:
         while not server.finished:
             number, began, dropped = server.round, time.monotonic(), len(server.dropped)
             up, down = sum(transport.bytes_up.values()), transport.bytes_down
-            if self.config.federation.method in AVERAGING:
+            if self._server_reads:
                 self.folder.global_model(number, server.model, *self._base())
             while not server.finished and server.round == number:
                 self._step(server, transport, worker)
@@ -228,7 +267,9 @@ class Simulation:
                     refusals=refusals,
                 )
             )
-        if self.config.federation.method in AVERAGING:
+        if self.config.protection.models == "ckks":
+            return rounds, ServerRow()  # only silos can open the sum
+        if self._server_reads:
             self.folder.global_model(len(rounds) + 1, server.model, *self._base())
             slm, _ = self.workbench.slm(self.config.slm.models[0], self.corpus.labels, self.config)
             slm.load_state(server.model)
@@ -245,6 +286,11 @@ class Simulation:
             client.ignored.clear()
         return list(found.values())
 
+    @property
+    def _server_reads(self) -> bool:
+        """Whether the server has a global model that it can read."""
+        return self.config.federation.method in AVERAGING and self.config.protection.models != "ckks"
+
     def _base(self) -> tuple[str, tuple[str, ...]]:
         return self.config.slm.models[0], self.corpus.labels
 
@@ -253,7 +299,10 @@ class Simulation:
         failures: list[SecureflError] = []
         for name, plan in server.outgoing().items():
             try:
-                server.receive(transport.request(name, plan))
+                if self._silent(name, number, step):
+                    self._note_silence(server, name)
+                else:
+                    server.receive(transport.request(name, plan))
             except Refused:
                 raise
             except SecureflError as error:
@@ -265,6 +314,7 @@ class Simulation:
             self._serve_arrivals(server, worker)
         try:
             server.close_step()
+            self._record_sums(server)
         except TooFewSilos:
             refusals: list[Refused] = [r for client in self.clients.values() for r in client.refusals]
             if refusals:
@@ -274,6 +324,42 @@ class Simulation:
             if inside:
                 raise inside[0] from None
             raise
+
+    def _note_silence(self, server: Server, name: str) -> None:
+        """Once a round: the step from which on a silo did not answer."""
+        drop = self.config.federation.drop[name]
+        if drop.step is server.step:
+            reason = "fell silent, as federation.drop says"
+            entry = Dropped(name=name, step=server.step.value, error="Silent", reason=reason)
+            server.dropped.append(entry)
+
+    def _record_sums(self, server: Server) -> None:
+        """What the server opened of the round that it has just closed."""
+        for opened in server.sums:
+            if opened.tensors is not None and opened.round not in self.folder.sums:
+                self.folder.sum(SERVER, encode_release(opened.release()))
+
+    def _sum_rows(self, server: Server) -> list[SumRow]:
+        rows = []
+        for opened in (one for one in server.sums if one.round in self.folder.sums):
+            body, openers = self.folder.sums[opened.round]
+            release = decode_release(body)
+            rows.append(
+                SumRow(
+                    round=opened.round,
+                    protection="ckks" if opened.tensors is None else "masked",
+                    opened_by=openers,
+                    silos=list(opened.silos),
+                    threshold=opened.threshold,
+                    rows=release.info["rows"],
+                    resolution=release.info["resolution"],
+                    noise=release.info.get("noise"),
+                    faults=list(opened.faults),
+                    claim=release.claim.model_dump(mode="json"),
+                    sha256=hashlib.sha256(body).hexdigest(),
+                )
+            )
+        return rows
 
     # --- CrossLM
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from securefl.agreement import RELAYED, SEALED_KEY, brings_model, check_sum_chunks
 from securefl.config import Config
+from securefl.crypto.ckks_terms import Terms
 from securefl.data import Rows
 from securefl.errors import MalformedEnvelope, PayloadError, WrongShape
 from securefl.local import (
@@ -26,8 +28,11 @@ from securefl.methods.fedkc import Knowledge
 from securefl.models import Slm
 from securefl.privacy import LocalResult, Noise, release_metrics, release_model
 from securefl.relayed import Reader, relayed_knowledge
-from securefl.release import Release, Tensors, check_tensors, fingerprint
+from securefl.release import Independent, PayloadKind, Release, Tensors, check_tensors, fingerprint
 from securefl.training import probabilities
+
+# The steps of a masked round in which the server relays something: all but the first.
+_RELAYING = (Step.DEAL, Step.TRAIN, Step.SIGN, Step.UNMASK)
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,9 +52,13 @@ class Bench:
 
 @dataclass(frozen=True, repr=False)
 class Done:
-    """evidence: the truth behind the release, which stays. kept_candidate: None where there was none."""
+    """trained: what the release is of, for a sum; opened: the sum that this silo opened before. evidence: the
+    truth behind the release, which stays. kept_candidate: None where there was none.
+    """
 
     release: Release
+    trained: LocalResult | None = None
+    opened: Release | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)
     ignored: Sequence[Dropped] = ()
     kept_candidate: bool | None = None
@@ -73,46 +82,64 @@ def carry_out(plan: RoundPlan, tensors: Tensors, received: Tensors | None, bench
             return _consider(plan, received, bench)
         case Step.FINISH:
             return _finish(plan, bench)
+        case step:
+            raise MalformedEnvelope(f"{step} is nothing that is computed from rows")
 
 
-def weights_of(plan: RoundPlan, tensors: Tensors, slm: Slm) -> Tensors | None:
-    """The weights that came with a plan, if it names any; nothing else may have come but what is relayed.
+def weights_of(plan: RoundPlan, tensors: Tensors, slm: Slm, summed: Terms | None) -> Tensors | None:
+    """The weights that came with a plan, or the encrypted sum of them; nothing else but what is relayed.
 
-    Looks at no row. Raises PayloadError, WrongShape or NonFiniteUpdate.
+    summed: of the encrypted sum, where one is due. Looks at no row. Raises PayloadError, WrongShape or
+    NonFiniteUpdate.
     """
-    weights = {name: array for name, array in tensors.items() if not name.startswith("relay/")}
-    if {f"relay/{name}" for name in plan.relayed} != set(tensors) - set(weights):
+    relayed = {f"relay/{name}" for name in plan.relayed}
+    if plan.protection == "masked" and plan.step in _RELAYING:
+        relayed.add(RELAYED)
+    if plan.protection == "ckks" and plan.step is not Step.KEY:
+        relayed.add(SEALED_KEY)
+    weights = {name: array for name, array in tensors.items() if "/" not in name}
+    if relayed != set(tensors) - set(weights):
         raise PayloadError("what a plan relays is not what it says that it relays")
-    if plan.model is None:
+    if plan.model is None or not brings_model(plan.step):
         if weights:
             raise WrongShape("a plan brings tensors of which it says nothing")
         return None
-    check_tensors(weights, slm.shapes(), "the server's model")
+    if summed is not None:
+        check_sum_chunks(weights, summed)
+    else:
+        check_tensors(weights, slm.shapes(), "the server's model")
     if fingerprint(weights) != plan.model:
         raise WrongShape("the model that came with a plan is not the one that the plan names")
     return weights
 
 
-def _info(plan: RoundPlan, bench: Bench) -> dict[str, Any]:
+def plan_info(plan: RoundPlan, slm: Slm, base_sha256: str) -> dict[str, Any]:
+    """The public facts that travel with every release: which step of which round, and of which model."""
     return {
         "round": plan.round,
         "step": plan.step.value,
-        "base": bench.slm.name,
-        "base_sha256": bench.base_sha256,
-        "max_length": bench.slm.max_length,
-        "labels": list(bench.slm.labels),
+        "base": slm.name,
+        "base_sha256": base_sha256,
+        "max_length": slm.max_length,
+        "labels": list(slm.labels),
     }
+
+
+def _info(plan: RoundPlan, bench: Bench) -> dict[str, Any]:
+    return plan_info(plan, bench.slm, bench.base_sha256)
 
 
 def _share(plan: RoundPlan, bench: Bench) -> Done:
     if plan.fedkc is None:
         raise MalformedEnvelope("a plan to share knowledge does not say how")
     release, clusters = _centroids(plan, plan.fedkc, bench)
-    return Done(release, {"clusters": clusters})
+    return Done(release, evidence={"clusters": clusters})
 
 
 def _centroids(plan: RoundPlan, terms: FedKcTerms, bench: Bench) -> tuple[Release, list[list[str]]]:
-    info = {**_info(plan, bench), "encoder": fingerprint(bench.slm.state()), "compose": terms.compose}
+    # Under CKKS only silos know the weights, so what names the model is the encrypted sum.
+    encoder = plan.model or fingerprint(bench.slm.state())
+    info = {**_info(plan, bench), "encoder": encoder, "compose": terms.compose}
     seed = derive_seed(bench.config.federation.seed, bench.name, plan.round, "kmeans")
     # Rounds after the first share once each: the budget of the run is theirs together.
     job = CentroidJob(terms, bench.config.privacy.centroids, plan.rounds - 1, seed, bench.noise)
@@ -124,7 +151,7 @@ def _train(plan: RoundPlan, tensors: Tensors, bench: Bench) -> Done:
     seed = derive_seed(bench.config.federation.seed, bench.name, plan.round, "train")
     bench.train(bench.slm, bench.data.train, bench.config, plan.epochs, seed, knowledge, bench.stop)
     result = LocalResult(bench.slm.state(), len(bench.data.train))
-    return Done(release_model(result, _info(plan, bench)), ignored=ignored)
+    return Done(release_model(result, _info(plan, bench)), trained=result, ignored=ignored)
 
 
 def _knowledge(plan: RoundPlan, tensors: Tensors, bench: Bench) -> tuple[list[Knowledge], list[Dropped]]:
@@ -151,6 +178,12 @@ def _consider(plan: RoundPlan, candidate: Tensors | None, bench: Bench) -> Done:
 
 
 def _finish(plan: RoundPlan, bench: Bench) -> Done:
+    if bench.config.privacy.models is not None:
+        # An exact figure would undo the bound that the noise on the sums gives.
+        arrived = Independent(
+            reason="that the last model arrived; no figure, since the models are under noise"
+        )
+        return Done(Release(PayloadKind.METRICS, {}, {**_info(plan, bench), "metrics": {}}, arrived))
     rows = bench.data.validation
     metrics = {"validation_accuracy": _accuracy(bench.slm, rows), "validation_rows": len(rows)}
     return Done(release_metrics(metrics, _info(plan, bench)))

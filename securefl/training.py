@@ -40,10 +40,9 @@ def schedule(step: int, steps: int) -> float:
 def _groups(slm: Slm, learning_rate: float, head_learning_rate: float) -> list[dict[str, object]]:
     """AdamW's groups: encoder and head, each with decay on its matrices only."""
     head = {id(parameter) for parameter in slm.model.classifier.parameters()}
-    trained = [parameter for parameter in slm.parameters() if parameter.requires_grad]
     return [
         {
-            "params": [p for p in trained if (id(p) in head) == is_head and (p.ndim > 1) == is_matrix],
+            "params": [p for p in slm.trained() if (id(p) in head) == is_head and (p.ndim > 1) == is_matrix],
             "peak": head_learning_rate if is_head else learning_rate,
             "weight_decay": _WEIGHT_DECAY if is_matrix else 0.0,
         }
@@ -74,7 +73,7 @@ def fit(
     learning_rate: float,
     head_learning_rate: float,
     seed: int,
-    consistency: Callable[[Slm], Tensor] | None = None,
+    penalty: Callable[[Slm], Tensor] | None = None,
     label_smoothing: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
@@ -83,8 +82,8 @@ def fit(
 
     AdamW (decay 0.01 on matrices), gradient norm clipped at 1, learning rates warmed up over the first tenth
     of the steps and lowered linearly after it. Every epoch is a new shuffle of all rows. The loss of a step
-    is the cross-entropy of its batch plus, where given, `consistency(slm)`: a scalar with a gradient,
-    as FedKC adds it. The head keeps a row for every label, also for labels that `rows` does not have.
+    is the cross-entropy of its batch plus, where given, `penalty(slm)`: a scalar with a gradient, as FedKC
+    and FedProx add it. The head keeps a row for every label, also for labels that `rows` does not have.
 
     progress: called with (steps done, steps). cancelled: asked before every step.
     Raises DataError without rows or for a label outside the head, Cancelled, and SecureflError as soon as a
@@ -97,7 +96,7 @@ def fit(
         raise DataError(f"a row's label is not one of the {len(slm.labels)} labels of {slm.name}")
     groups = _groups(slm, learning_rate, head_learning_rate)
     optimizer = torch.optim.AdamW(groups, lr=learning_rate)
-    trained = [parameter for parameter in slm.parameters() if parameter.requires_grad]
+    trained = slm.trained()
     steps = epochs * math.ceil(count / batch_size)
     rng = np.random.default_rng(seed)
     done = 0
@@ -111,8 +110,8 @@ def fit(
                 batch = slm.tokenize([rows.texts[i] for i in chosen])
                 target = torch.from_numpy(rows.labels[chosen]).to(slm.device)
                 loss = cross_entropy(slm(batch), target, label_smoothing=label_smoothing)
-                if consistency is not None:
-                    loss = loss + consistency(slm)
+                if penalty is not None:
+                    loss = loss + penalty(slm)
                 for group in optimizer.param_groups:
                     group["lr"] = group["peak"] * schedule(done, steps)
                 optimizer.zero_grad()

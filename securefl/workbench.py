@@ -41,7 +41,7 @@ class Workbench:
         """A fresh copy of a checkpoint with the run's initial head, and the hash of its files."""
         terms = config.slm
         seed = config.federation.seed
-        key = repr((name, labels, terms.max_length, terms.train_embeddings, seed))
+        key = repr((name, labels, terms.max_length, terms.train_embeddings, terms.lora, seed))
         if key not in self._loaded:
             model = starting_slm(name, labels, config)
             self._loaded[key] = (model, base_fingerprint(name))
@@ -50,7 +50,9 @@ class Workbench:
 
     def answers(self, slm: Slm, rows: Rows) -> NDArray[np.bool_]:
         """(n,) whether the model is right on each test row."""
-        key = hashlib.sha256(repr((slm.name, fingerprint(slm.state()), rows.ids)).encode()).hexdigest()
+        key = hashlib.sha256(
+            repr((slm.name, slm.lora, fingerprint(slm.state()), rows.ids)).encode()
+        ).hexdigest()
         if key not in self._answers:
             self._answers[key] = probabilities(slm, rows.texts).argmax(axis=1) == rows.labels
         return self._answers[key]
@@ -95,6 +97,7 @@ class TrainingMemo:
             seed,
             [fingerprint({k: np.asarray(v) for k, v in one.tensors().items()}) for one in knowledge],
             [config.fedkc.alpha, config.fedkc.weights] if knowledge else [],
+            config.mu,
         ]
         path = self.folder / f"{hashlib.sha256(canonical_json(facts)).hexdigest()}.safetensors"
         if path.exists():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from securefl.client import Client
-from securefl.config import Config, parse_config
+from securefl.config import AVERAGING, Config, parse_config
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, load_corpus
 from securefl.ledger import Ledger
@@ -25,8 +25,11 @@ from securefl.state import StateFolder
 RUN = "0123456789abcdef" * 2
 
 
-def tiny_config(encoder: Path, data: Path, **changes: dict[str, Any]) -> Config:
-    """Three silos of a two-label data set; `changes` update sections of the document."""
+def tiny_config(encoder: Path, data: Path, /, **changes: dict[str, Any]) -> Config:
+    """Three silos of a two-label data set; `changes` update sections of the document.
+
+    Averaged models are sealed to the server unless `changes` say otherwise: of one step, and easy to look at.
+    """
     document: dict[str, Any] = {
         "federation": {"method": "fedavg", "rounds": 2},
         "data": {
@@ -40,6 +43,8 @@ def tiny_config(encoder: Path, data: Path, **changes: dict[str, Any]) -> Config:
     }
     for section, fields in changes.items():
         document.setdefault(section, {}).update(fields)
+    if document["federation"]["method"] in AVERAGING:
+        document.setdefault("protection", {}).setdefault("models", "sealed")
     return parse_config(document)
 
 
@@ -94,7 +99,8 @@ def make_parties(
             "base_models": (base,),
             "kinds": tuple(kinds),
             "nonprivate": tuple(kinds),
-            "model_protections": ("sealed",),
+            "model_protections": (config.protection.models or "sealed",),
+            "min_cohort": 3,
             "centroid_protections": ("peer",),
             "min_cluster_size": 2,
             "min_noise_multiplier": 0.01,
@@ -116,7 +122,7 @@ def make_parties(
             dataset=name,
             slm=copy.deepcopy(start),
             base_sha256=base,
-            noise=noise_source(3),
+            noise=noise_source(3 + names.index(name)),  # the same for two silos would add up, not average
             clock=time.time,
             state=StateFolder(folder / f"{name}.state"),
             train=train,

@@ -12,7 +12,7 @@ from typing import Any
 from securefl.crypto.identity import Identity
 from securefl.ledger import Ledger, RefusalEntry, ReleaseEntry, head_path
 from securefl.messages import Party
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, canonical_json
+from securefl.release import DistributedNoise, GaussianSums, NonPrivate, PayloadKind, canonical_json
 
 RUN, PLAN = "ab" * 16, "c" * 64
 SILO, OTHER = Identity.generate("silo-1"), Identity.generate("silo-2")
@@ -30,6 +30,24 @@ def gaussian(mu: float, delta: float = 1e-5, simulated: bool = False) -> Gaussia
         noise_multiplier=2.0,
         count_multiplier=3.0,
         prediction_multiplier=3.0,
+        generator="os",
+        simulated=simulated,
+    )
+
+
+def distributed(rho: float, delta: float = 1e-5, simulated: bool = False) -> DistributedNoise:
+    return DistributedNoise(
+        epsilon=1.0,
+        delta=delta,
+        rho=rho,
+        clip=1.0,
+        sensitivity=2.0,
+        noise_multiplier=2.0,
+        silos=4,
+        threshold=3,
+        colluders=0,
+        bits=32,
+        wrap_probability=1e-9,
         generator="os",
         simulated=simulated,
     )

@@ -99,6 +99,7 @@ def lay_out(
         "federation": {"method": "fedavg", "rounds": 2},
         "data": {"train": str(data / "train.csv"), "labels": list(LABELS)},
         "slm": {"models": [str(encoder)], "max_length": 16, "epochs": 1, "batch_size": 8},
+        "protection": {"models": "sealed"},
         "client": {
             "identity": "hospital-a.key",
             "trust": "trust",

@@ -136,13 +136,21 @@ def test_a_label_only_in_test_is_refused(toml: Toml, securefl: Securefl, tmp_pat
         ({"rounds": 0}, "rounds"),
         ({"method": "fedavgg"}, "method"),
         ({"slm": "learning_rate = -1"}, "learning_rate"),
-        ({"extra": '[protection]\nmodels = "masked"'}, "masked"),
-        ({"extra": '[protection]\nmodels = "ckks"'}, "ckks"),
+        ({"extra": "[protection]\nthreshold = 2"}, "protection.threshold"),
+        ({"extra": "[protection]\nbits = 12"}, "protection.bits"),
+        ({"extra": "[protection]\nmax_rows = 4"}, "protection.max_rows"),
+        (
+            {"extra": '[protection]\nmodels = "ckks"\n[privacy]\nmodels = { clip = 1.0, epsilon = 3.0 }'},
+            "masked",
+        ),
+        ({"method": "crosslm", "extra": '[protection]\nmodels = "masked"'}, "nothing to sum"),
+        ({"extra": '[federation.drop]\nsilo-9 = { step = "sign" }'}, "silo-9"),
+        ({"extra": '[federation.drop]\nsilo-1 = { round = 7, step = "sign" }'}, "no round 7"),
+        ({"extra": '[federation.drop]\nsilo-1 = { step = "sleep" }'}, "drop"),
         ({"extra": '[protection]\nmodels = "none"'}, "protection.models"),
         ({"extra": "[privacy]\ndp_sgd = { epsilon = 3.0, delta = 1e-5, clip = 1.0 }"}, "dp_sgd"),
         ({"extra": "[privacy]\ncentroids = { epsilon = 3.0, noise_multiplier = 1.0 }"}, "not both"),
         ({"extra": "[fedkc]\ncompose = 3"}, "compose"),
-        ({"method": "fedprox"}, "fedprox"),
         ({"data": 'text = "body"'}, "body"),
         ({"train": "nowhere.csv"}, "nowhere.csv"),
         ({"data": "train_rows = 100000"}, "train_rows"),
@@ -261,7 +269,11 @@ def test_keygen_inspect_export_predict_verify(toml: Toml, securefl: Securefl, tm
     assert securefl("ledger", "verify", ledger).code == 0
     shown = json.loads(securefl("inspect", ledger, "--json").out)
     assert shown["epsilon"] == "no finite epsilon"
-    assert [entry["kind"] for entry in shown["releases"]] == ["model", "centroids", "model", "metrics"]
+    masked = ["masked-model", "survivors", "unmasking"]
+    kinds = ["advert", "shares", *masked, "centroids", "advert", "shares", *masked, "metrics"]
+    assert [entry["kind"] for entry in shown["releases"]] == kinds
+    total = json.loads(securefl("inspect", run / "releases/sums/r001-sum.safetensors", "--json").out)
+    assert (total["kind"], total["info"]["silos"]) == ("sum", ["silo-1", "silo-2", "silo-3"])
     release = json.loads(
         securefl("inspect", run / "releases/silo-1/r002-share-centroids.safetensors", "--json").out
     )

@@ -22,6 +22,7 @@ from securefl.errors import (
     PolicyRefusal,
     Replayed,
     SecureflError,
+    TooFewSilos,
     TooLarge,
     UnsupportedEnvelope,
     UsageError,
@@ -66,6 +67,8 @@ def _tighten(parties: Parties, **clauses: Any) -> Client:
     return new
 
 
+MASKED = {"protection": {"models": "masked"}}
+FOUR = {**MASKED, "data": {"split": {"by": "dirichlet", "silos": 4, "alpha": 2.0, "min_rows": 8}}}
 WARD = {"silo-1": Ceiling(max_epsilon=3.9, delta=1e-5)}
 # Every clause: the configuration whose plan asks for what it forbids, whether in round 2, and the clause.
 DOWNGRADES: list[tuple[str, dict[str, Any], bool, dict[str, Any]]] = [
@@ -82,6 +85,9 @@ DOWNGRADES: list[tuple[str, dict[str, Any], bool, dict[str, Any]]] = [
     ("allow_embedding_centroids", {**LAYERED, **PERMIT}, True, {}),
     ("max_release_bytes", {}, False, {"max_release_bytes": 1000}),
     ("max_bytes_per_day", {}, False, {"max_bytes_per_day": 1000}),
+    ("min_cohort", MASKED, False, {"min_cohort": 4}),
+    ("min_cohort", MASKED, False, {"min_cohort": None}),
+    ("min_threshold", FOUR, False, {"min_threshold": 4}),
     ("approval", {}, False, {"approval": None}),
     ("kill_switch", {}, False, {"kill_switch": "/"}),
     ("datasets", {**FEDKC, **NOISED}, True, {"datasets": WARD}),
@@ -113,9 +119,13 @@ def test_a_server_that_asks_for_what_a_clause_forbids_gets_nothing(
     assert client.ledger.entries == before, "nothing left, so nothing is charged"
     assert verify_ledger(client.ledger.path).refusals == client.ledger.refusals
     # The round goes on without the silo.
-    for name in ("silo-2", "silo-3"):
+    for name in [name for name in parties.clients if name != "silo-1"]:
         parties.server.receive(parties.clients[name].handle(parties.server.outgoing()[name]))
-    parties.server.close_step()
+    if changes is MASKED:
+        with pytest.raises(TooFewSilos):  # of three none can be missing
+            parties.server.close_step()
+    else:
+        parties.server.close_step()
     # The same plan again gets the same bytes: the refusal is not asked twice until it is forgotten.
     assert client.handle(plan) == answer
 

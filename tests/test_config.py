@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from securefl.config import Config, load_config, parse_config
+from securefl.config import Config, ModelPrivacy, load_config, parse_config
 from securefl.errors import ConfigError
 
 
@@ -34,6 +34,9 @@ NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
         ("data", "train_rows", (10**30, 4.0)),
         ("slm", "models", ("one", [1], [], {"a": "b"})),
         ("slm", "train_embeddings", (1, "true", 0.0)),
+        ("slm", "lora", (8, "r8", {}, {"r": 0}, {"r": 8.0}, {"r": True}, {"r": 513}, {"r": 8, "rank": 8})),
+        ("slm", "lora", ({"r": 8, "alpha": 0}, {"r": 8, "alpha": 1.5}, {"r": 8, "dropout": 0.1})),
+        ("federation", "mu", (*NOT_FINITE, -0.1, 1.1e4, True, "0.01")),
         ("slm", "learning_rate", (*NOT_FINITE, 0, 1.5, True, "1e-3")),
         ("fedkc", "alpha", (*NOT_FINITE, -1, 1.1e4)),
         ("fedkc", "compose", (True, 2.0)),
@@ -111,6 +114,32 @@ def test_a_file_that_is_no_configuration(content: bytes, says: str, tmp_path: Pa
     assert message.startswith(str(path))
     assert len(message) < 500
     assert "\n" not in message
+
+
+def test_noise_on_models_needs_a_masked_sum() -> None:
+    noise = {"clip": 1.0, "epsilon": 8.0}
+    assert parse("privacy", models=noise).privacy.models == ModelPrivacy(clip=1.0, epsilon=8.0)
+    for section, changes in (
+        ("protection", {"models": "sealed"}),
+        ("protection", {"models": "ckks"}),
+        ("federation", {"method": "crosslm"}),
+    ):
+        document: dict[str, Any] = {
+            "federation": {"method": "fedavg"},
+            "data": {"train": "a.csv", "test": "b.csv"},
+            "privacy": {"models": noise},
+        }
+        document.setdefault(section, {}).update(changes)
+        with pytest.raises(ConfigError, match=r"study\.toml: privacy\.models: "):
+            parse_config(document, "study.toml")
+    for wrong in (
+        {"clip": 1.0},
+        {**noise, "noise_multiplier": 1.0},
+        {"epsilon": 8.0},
+        {**noise, "delta": 1.0},
+    ):
+        with pytest.raises(ConfigError, match=r"study\.toml: privacy\.models"):
+            parse("privacy", models=wrong)
 
 
 def test_no_file(tmp_path: Path) -> None:

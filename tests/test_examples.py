@@ -28,32 +28,35 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOK
 
 
 def _free_port() -> int:
-    """A port below which and on which nothing listens just now, so that two in a row are free."""
+    """A port on which, and on the two after it, nothing listens just now."""
     for _ in range(50):
-        with socket.socket() as first, socket.socket() as second:
+        with socket.socket() as first, socket.socket() as second, socket.socket() as third:
             first.bind(("127.0.0.1", 0))
             port = int(first.getsockname()[1])
             try:
                 second.bind(("127.0.0.1", port + 1))
+                third.bind(("127.0.0.1", port + 2))
             except OSError:
                 continue
             return port
-    pytest.fail("no two free ports in a row")
+    pytest.fail("no three free ports in a row")
 
 
-def test_two_hospitals(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_three_hospitals(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [
-        *(sys.executable, EXAMPLES / "two_hospitals.py", "--out", out, "--model", tiny_encoder),
-        *("--source", tiny_data / "train.csv", "--rows", "30", "--port", str(_free_port())),
+        *(sys.executable, EXAMPLES / "three_hospitals.py", "--out", out, "--model", tiny_encoder),
+        *("--source", tiny_data / "train.csv", "--rows", "26", "--port", str(_free_port())),
     ]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert "round 2, train: hospital-b sent model" in done.stdout
+    assert "round 2, train: hospital-b sent masked-model" in done.stdout
     assert "hospital-a: {'validation_accuracy'" in done.stdout
-    for name in ("hospital-a", "hospital-b"):
+    assert "round 2: opened the sum of hospital-a, hospital-b, hospital-c:" in done.stdout
+    for name in ("hospital-a", "hospital-b", "hospital-c"):
         releases = verify_ledger(out / name / "ledger.jsonl").releases
-        assert [entry.kind.value for entry in releases] == ["model", "model", "metrics"]
+        masked = ["advert", "shares", "masked-model", "survivors", "unmasking"]
+        assert [entry.kind.value for entry in releases] == [*masked, *masked, "metrics"]
         assert len(load_trained(out / name / "model").labels) == 2
         rows = (out / name / "rows.csv").read_text().splitlines()[1:]
         assert not any(row.split(",")[0] in done.stdout + done.stderr for row in rows), "a text was logged"

@@ -15,8 +15,9 @@ from securefl.config import PERMIT_EMBEDDINGS
 from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal
 from securefl.messages import Party, RoundPlan, Step
 from securefl.policy import Ceiling, Policy
-from securefl.privacy import gaussian_mu
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, Release
+from securefl.privacy import gaussian_mu, zcdp_rho
+from securefl.release import Claim, GaussianSums, NonPrivate, PayloadKind, Release
+from tests.ledgers import distributed
 
 MODEL, METRICS = PayloadKind.MODEL, PayloadKind.METRICS
 CENTROIDS, EMBEDDINGS = PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS
@@ -58,6 +59,7 @@ def plan_for(answer: PayloadKind = MODEL, **changes: Any) -> RoundPlan:
         "rounds": 2,
         "step": Step.TRAIN,
         "method": "fedkc",
+        "protection": "sealed",
         "cohort": (Party(name="silo-1", key="d" * 64), PEER),
         "epochs": 1,
         "answer": answer,
@@ -80,9 +82,7 @@ def noised(simulated: bool = False) -> GaussianSums:
     )
 
 
-def release_of(
-    kind: PayloadKind, claim: NonPrivate | GaussianSums | None = None, sizes: tuple[float, ...] = (4, 9)
-) -> Release:
+def release_of(kind: PayloadKind, claim: Claim | None = None, sizes: tuple[float, ...] = (4, 9)) -> Release:
     tensors: dict[str, Any] = {}
     if kind in (CENTROIDS, EMBEDDINGS):
         shape = (len(sizes), 3) if kind is CENTROIDS else (len(sizes), 2, 3)
@@ -291,6 +291,21 @@ def test_clause_min_noise_multiplier() -> None:
         leave(but(min_noise_multiplier=None), release_of(CENTROIDS, noised()))
 
 
+def test_shares_of_noise_have_a_least_multiplier_and_a_budget_too() -> None:
+    share = distributed(1 / 8)  # its multiplier is the clause's 2
+    leave(PERMISSIVE, release_of(MODEL, share))
+    with pytest.raises(PolicyRefusal, match=r": min_noise_multiplier: .* 1\.99 is below 2"):
+        leave(PERMISSIVE, release_of(MODEL, share.model_copy(update={"noise_multiplier": 1.99})))
+    with pytest.raises(PolicyRefusal, match=": min_noise_multiplier: is not set"):
+        leave(but(min_noise_multiplier=None), release_of(MODEL, share))
+    with pytest.raises(PolicyRefusal, match=": simulation: "):
+        leave(but(simulation=False), release_of(MODEL, distributed(1 / 8, simulated=True)))
+    rho = zcdp_rho(8.0, 1e-5)
+    PERMISSIVE.check_budget("ward", Account().with_claim(distributed(rho)))
+    with pytest.raises(BudgetExceeded, match=r"epsilon 8\.0\d+ at delta 1e-05, above 8"):
+        PERMISSIVE.check_budget("ward", Account().with_claim(distributed(rho)).with_claim(distributed(0.01)))
+
+
 def test_clause_max_bytes_per_day() -> None:
     PERMISSIVE.check_day(5000)
     with pytest.raises(PolicyRefusal, match=": max_bytes_per_day: 5001 bytes within 24 hours are above 5000"):
@@ -407,7 +422,7 @@ def test_every_clause_is_in_the_file_with_its_meaning() -> None:
         ('name = "silo-1"\nmin_cluster_size = 2.5', "min_cluster_size: "),
         ('name = "silo-1"\nservers = ["server"]', r"servers\.0: "),
         ('name = "silo-1"\nkinds = ["rows"]', r"kinds\.0: "),
-        ('name = "silo-1"\nkinds = ["plan"]', "kinds: .*not releases"),
+        ('name = "silo-1"\nkinds = ["plan"]', "kinds: .*not listed by itself"),
         ('name = "silo-1"\nmodel_protections = ["none"]', r"model_protections\.0: "),
         ('name = "silo-1"\nallow_embedding_centroids = true', "allow_embedding_centroids: "),
         ('name = "Silo 1"', "name: "),

@@ -63,7 +63,7 @@ def test_a_client_of_a_few_lines_runs(
 def test_the_coordinators_lines_run(
     tiny_encoder: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parties = make_parties(tiny_config(tiny_encoder, tiny_data), tmp_path)
+    parties = make_parties(tiny_config(tiny_encoder, tiny_data, protection={"models": "masked"}), tmp_path)
     labels = parties.corpus.labels
     coordinator = parties.server.identity
     (tmp_path / "keys").mkdir()
@@ -93,6 +93,7 @@ batch_size = 8
     assert names["server"].finished
     assert not names["server"].dropped
     assert set(names["server"].metrics) == set(parties.clients)
+    assert [len(opened.silos) for opened in names["server"].sums] == [3, 3], "masked is the default"
 
 
 def test_every_command_in_it_exists() -> None:
@@ -111,7 +112,7 @@ rounds = 2
 [data]
 train = "{tiny_data / "train.csv"}"
 test = "{tiny_data / "test.csv"}"
-split = {{ by = "dirichlet", silos = 2, alpha = 5.0 }}
+split = {{ by = "dirichlet", silos = 3, alpha = 5.0 }}
 [slm]
 models = ["{tiny_encoder}"]
 max_length = 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import hashlib
 import json
 import logging
 import tempfile
@@ -21,7 +22,7 @@ from securefl.data import load_corpus
 from securefl.errors import PolicyRefusal, TooFewSilos, UsageError
 from securefl.ledger import verify_ledger
 from securefl.models import load_trained
-from securefl.release import decode_release
+from securefl.release import READABLE, SUMMED, decode_release
 from securefl.result import Result
 from securefl.simulation import Simulation, work_units
 from securefl.training import embed, probabilities
@@ -31,6 +32,17 @@ DP = {"centroids": {"epsilon": 8.0, "min_size": 2}}
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "standalone": {"federation": {"method": "standalone"}},
     "fedavg": {"federation": {"method": "fedavg"}},
+    "fedprox": {"federation": {"method": "fedprox"}},
+    "fedavg masked": {"federation": {"method": "fedavg"}, "protection": {"models": "masked"}},
+    "fedavg noised": {
+        "federation": {"method": "fedavg"},
+        "protection": {"models": "masked"},
+        "privacy": {"models": {"clip": 1.0, "epsilon": 6.0}},
+    },
+    "fedprox masked": {"federation": {"method": "fedprox"}, "protection": {"models": "masked"}},
+    "fedkc masked": {"federation": {"method": "fedkc"}, "protection": {"models": "masked"}},
+    "fedavg ckks": {"federation": {"method": "fedavg"}, "protection": {"models": "ckks"}},
+    "fedkc ckks": {"federation": {"method": "fedkc"}, "protection": {"models": "ckks"}},
     "fedkc pooled": {"federation": {"method": "fedkc"}},
     "fedkc pooled private": {"federation": {"method": "fedkc"}, "privacy": DP},
     "fedkc own": {"federation": {"method": "fedkc"}, "fedkc": {"source": "own"}},
@@ -94,17 +106,29 @@ def test_a_run_of_every_method(
         summary = verify_ledger(tmp_path / f"run/ledger/{row.name}.jsonl")
         assert [entry.body_sha256 for entry in summary.releases] == [entry.sha256 for entry in row.releases]
         on_disk = [path.read_bytes() for path in sorted((tmp_path / "run/releases" / row.name).glob("*"))]
-        import hashlib
-
-        assert {hashlib.sha256(data).hexdigest() for data in on_disk} == {e.sha256 for e in row.releases}
-        expected = {"standalone": 0, "fedavg": 3, "fedkc own": 3, "crosslm": 2, "datafree-kd": 2}.get(name, 4)
+        read = [entry for entry in row.releases if entry.kind in READABLE]
+        assert {hashlib.sha256(data).hexdigest() for data in on_disk} == {entry.sha256 for entry in read}
+        for entry in row.releases:
+            assert bool(entry.readable_by) == (entry.kind not in SUMMED)
+        few = {"standalone": 0, "fedavg": 3, "fedprox": 3, "fedkc own": 3, "crosslm": 2, "datafree-kd": 2}
+        expected = few.get(name, 4)
+        if name.endswith(("masked", "noised")):
+            expected = 2 * 5 + 1 + name.startswith("fedkc")
+        elif name.endswith("ckks"):
+            expected = 2 + (row.name == "silo-1") + 1 + name.startswith("fedkc")
         if name in ("crosslm", "datafree-kd"):  # one more where there was a candidate to consider
             assert len(row.releases) in (2, 3)
         else:
             assert len(row.releases) == expected
         private = name.endswith("private")
-        assert row.private_epsilon == (pytest.approx(8.0, abs=1e-6) if private else None)
-        assert row.simulated == private
+        noised = name.endswith("noised")
+        epsilon = 8.0 if private else 6.0 if noised else None
+        assert row.private_epsilon == (None if epsilon is None else pytest.approx(epsilon, abs=1e-6))
+        assert row.simulated == (private or noised)
+        if noised:
+            assert row.epsilon == row.private_epsilon, "nothing left without noise"
+            assert row.no_finite_epsilon == []
+            continue
         assert row.epsilon is None, "models leave without a claim, so there is no finite total"
         assert bool(row.no_finite_epsilon) == (name != "standalone")
 
@@ -369,7 +393,7 @@ def test_a_run_with_the_real_encoder(minilm: str, tmp_path: Path) -> None:
                 "test": "builtin:bbc-news",
                 "train_rows": 96,
                 "test_rows": 80,
-                "split": {"by": "dirichlet", "silos": 2, "alpha": 1.0, "min_rows": 24},
+                "split": {"by": "dirichlet", "silos": 3, "alpha": 1.0, "min_rows": 20},
             },
             "slm": {"models": [minilm], "max_length": 32, "epochs": 2, "round_epochs": 1},
             "privacy": {"centroids": {"min_size": 3}},
@@ -379,4 +403,10 @@ def test_a_run_with_the_real_encoder(minilm: str, tmp_path: Path) -> None:
     result = run(config, tmp_path / "run")
     majority = np.bincount(corpus.test.labels).max() / len(corpus.test)
     assert all(row.test_interval[0] > majority for row in result.clients)
-    assert all(len(row.releases) == 4 for row in result.clients)
+    assert [len(one.silos) for one in result.sums] == [3, 3]
+    assert not any(
+        "server" in one.readable_by
+        for row in result.clients
+        for one in row.releases
+        if one.kind == "masked-model"
+    )

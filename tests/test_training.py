@@ -143,7 +143,7 @@ def test_schedule_rises_over_a_tenth_and_falls_to_nothing() -> None:
     assert schedule(0, 1) == 1
 
 
-def test_consistency_is_called_each_step_and_pulls(tiny_encoder: Path) -> None:
+def test_a_penalty_is_called_each_step_and_pulls(tiny_encoder: Path) -> None:
     """Peers who say the opposite of the labels: their term alone must move the model their way."""
     rows = rows_of(tiny.make_texts(32))
     plain, pulled = load(tiny_encoder), load(tiny_encoder)
@@ -159,7 +159,7 @@ def test_consistency_is_called_each_step_and_pulls(tiny_encoder: Path) -> None:
         calls.append(slm.training)
         return 5 * consistency_loss(slm, [peers], "uniform")
 
-    for slm, consistency in ((plain, None), (pulled, term)):
+    for slm, penalty in ((plain, None), (pulled, term)):
         fit(
             slm,
             rows,
@@ -168,7 +168,7 @@ def test_consistency_is_called_each_step_and_pulls(tiny_encoder: Path) -> None:
             learning_rate=1e-5,
             head_learning_rate=2e-2,
             seed=0,
-            consistency=consistency,
+            penalty=penalty,
         )
     assert calls == [True] * 6
     own = [

@@ -14,7 +14,7 @@ from securefl.console import OUT, Json, print_json, say, shown
 from securefl.errors import AwaitingApproval, NotAvailable, PolicyRefusal, UsageError
 from securefl.files import check_out, make_folder, read_limited, write_new
 from securefl.messages import BAD_NAME
-from securefl.release import NonPrivate
+from securefl.release import Independent, NonPrivate
 
 if TYPE_CHECKING:
     from securefl.config import Config
@@ -114,11 +114,13 @@ def _show(found: Preview) -> None:
     for name, value in sorted(release.info.items()):
         table.add_row(shown(name), shown(", ".join(map(str, value)) if isinstance(value, list) else value))
     claim = release.claim
-    private = (
-        f"none: {claim.reason}"
-        if isinstance(claim, NonPrivate)
-        else f"epsilon {claim.epsilon:.4g} at delta {claim.delta:g}"
-    )
+    match claim:
+        case NonPrivate():
+            private = f"none: {claim.reason}"
+        case Independent():
+            private = f"independent of the rows: {claim.reason}"
+        case _:
+            private = f"epsilon {claim.epsilon:.4g} at delta {claim.delta:g}"
     table.add_row("privacy of this release", shown(private))
     numbers = sum(array.size for array in release.tensors.values())
     table.add_row("tensors", f"{len(release.tensors)} with {numbers:,} numbers; --json lists each")

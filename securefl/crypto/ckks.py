@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NoReturn
@@ -34,9 +34,9 @@ import tenseal
 from numpy.typing import NDArray
 
 from securefl.crypto import envelope
-from securefl.crypto.ckks_terms import CHUNK, DEFAULT, Parameters, Terms
+from securefl.crypto.ckks_terms import CHUNK, DEFAULT, Parameters, Terms, chunk_name
 from securefl.crypto.envelope import Verified
-from securefl.crypto.identity import Card, Identity, length_prefixed
+from securefl.crypto.identity import Identity, length_prefixed
 from securefl.errors import (
     NonFiniteUpdate,
     PayloadError,
@@ -45,19 +45,13 @@ from securefl.errors import (
     TooLarge,
     UnknownSender,
     UsageError,
-    WrongRecipient,
     WrongShape,
 )
-from securefl.messages import Header
-from securefl.release import Limits, decode, encode
+from securefl.messages import Party
+from securefl.release import Independent, Limits, PayloadKind, Release, Tensors, decode, release_from
 
-COLLUSION = (
-    "Under CKKS all silos hold one group key: any one silo together with the server can read every silo's "
-    "vector."
-)
 _FRAME = 4  # bytes: the length before each ciphertext of a chunk
 _MAX_KEY = 2**22  # bytes of a serialised secret context: 61,816 at degree 4096, eight times that at 32768
-_CEREMONY = "ckks-group-key/1"
 _NAME = re.compile(r"ckks\.(\d{6})")
 _WITHOUT_KEYS = {
     "save_public_key": False,
@@ -65,7 +59,6 @@ _WITHOUT_KEYS = {
     "save_galois_keys": False,
     "save_relin_keys": False,
 }
-_LIMITS = Limits()
 # What pybind11 makes of a C++ exception.
 _CPP_ERRORS = (ValueError, RuntimeError, IndexError, OverflowError, MemoryError, TypeError, BufferError)
 
@@ -124,39 +117,36 @@ class GroupKey:
         raise SecureflError("a CKKS group key cannot be serialised; use seal_group_key")
 
 
-def seal_group_key(
-    key: GroupKey, header: Header, creator: Identity, silos: Sequence[Card], server: Card
-) -> bytes:
-    """The envelope that gives the other silos the key: encrypted once, its content key sealed to each card.
-
-    header: as for `envelope.seal`. Raises WrongRecipient where the server is the creator or a recipient.
-    """
-    if server.fingerprint in {creator.card.fingerprint, *(card.fingerprint for card in silos)}:
-        raise WrongRecipient(f"the CKKS group key must not reach the server ({server.name})")
+def group_key_release(key: GroupKey, info: Mapping[str, Any]) -> Release:
+    """The key as one silo gives it to the others; whoever sends it must seal it to silos alone."""
     secret = key._context.serialize(**{**_WITHOUT_KEYS, "save_secret_key": True})
-    document = {"format": _CEREMONY, "parameters": key.parameters.document()}
-    body = encode(header.kind, document, {"context": np.frombuffer(secret, np.uint8)})
-    return envelope.seal(body, header, creator, silos)
+    return Release(
+        PayloadKind.GROUP_KEY,
+        {"context": np.frombuffer(secret, np.uint8)},
+        {**info, "parameters": key.parameters.document()},
+        Independent(reason="a key of the silos, drawn at random"),
+    )
 
 
-def open_group_key(verified: Verified, me: Identity, creator: Card, parameters: Parameters) -> GroupKey:
-    """The key in an envelope of `seal_group_key` that `creator`, the silo agreed on, signed.
+def open_group_key(verified: Verified, me: Identity, creator: Party, parameters: Parameters) -> GroupKey:
+    """The key in an envelope that `creator`, the silo agreed on, signed.
 
     Raises UnknownSender for another sender, PayloadError for anything but a key of these parameters, and as
     `envelope.open_` does. Nothing of the key is in an error, nor in what led to it.
     """
     sender = verified.header.sender
-    if sender.key != creator.fingerprint:
+    if sender != creator:
         raise UnknownSender(f"{sender.name} sent a CKKS group key; {creator.name} was to make it")
-    body = decode(envelope.open_(verified, me), Limits(max_bytes=_MAX_KEY, max_tensors=1))
+    release = release_from(decode(envelope.open_(verified, me), Limits(max_bytes=_MAX_KEY, max_tensors=1)))
     context: Any = None
     if (
-        body.document == {"format": _CEREMONY, "parameters": parameters.document()}
-        and set(body.tensors) == {"context"}
-        and body.tensors["context"].dtype == np.uint8
+        release.kind is PayloadKind.GROUP_KEY
+        and release.info.get("parameters") == parameters.document()
+        and set(release.tensors) == {"context"}
+        and release.tensors["context"].dtype == np.uint8
     ):
         try:
-            context = tenseal.context_from(body.tensors["context"].tobytes(), 1)
+            context = tenseal.context_from(release.tensors["context"].tobytes(), 1)
             # Written again here without keys, it must be the context of these parameters and no other.
             matches = context.has_secret_key() and (
                 bytes(_quiet(context, parameters).serialize(**_WITHOUT_KEYS)) == public_context(parameters)
@@ -221,7 +211,7 @@ def _encrypt(key: GroupKey, terms: Terms, vector: NDArray[Any], weight: float) -
 
 def chunk_tensors(first: int, chunks: Iterable[bytes]) -> dict[str, NDArray[np.uint8]]:
     """Chunks from number `first` on as the arrays of a body (`release.encode`); `Signed` reads them back."""
-    return {f"ckks.{first + i:06d}": np.frombuffer(chunk, np.uint8) for i, chunk in enumerate(chunks)}
+    return {chunk_name(first + i): np.frombuffer(chunk, np.uint8) for i, chunk in enumerate(chunks)}
 
 
 # --- parsing, after the signature
@@ -229,29 +219,27 @@ def chunk_tensors(first: int, chunks: Iterable[bytes]) -> dict[str, NDArray[np.u
 
 @dataclass(frozen=True, repr=False)
 class Signed:
-    """Chunks in an envelope whose signatures hold, opened; the only thing that ciphertexts are parsed from.
+    """Chunks from an envelope whose signatures hold; the only thing that ciphertexts are parsed from.
 
-    A vector may take several envelopes. sender: its name. document: what else the body says. Raises as
-    `envelope.open_` and `release.decode` do, and PayloadError for arrays that are not chunks.
+    verified: that envelope. tensors: the arrays that it held, once opened. A vector may take several
+    envelopes. Raises PayloadError for arrays that are not chunks.
     """
 
     verified: Verified
-    me: Identity
-    limits: Limits = _LIMITS
-    document: dict[str, Any] = field(init=False)
+    tensors: Tensors
     chunks: dict[int, memoryview] = field(init=False)
 
     def __post_init__(self) -> None:
-        body = decode(envelope.open_(self.verified, self.me), self.limits)
+        if not isinstance(self.verified, Verified):
+            raise TypeError("ciphertexts are parsed only from an envelope that was verified")
         chunks: dict[int, memoryview] = {}
-        for name, array in body.tensors.items():
+        for name, array in self.tensors.items():
             number = _NAME.fullmatch(name)
             if number is None or array.dtype != np.uint8 or array.ndim != 1:
                 raise PayloadError(f"{self.sender} sent an array that is not a chunk of CKKS ciphertexts")
             chunks[int(number[1])] = array.data
         if not chunks:
             raise PayloadError(f"{self.sender} sent no CKKS ciphertexts")
-        object.__setattr__(self, "document", dict(body.document))
         object.__setattr__(self, "chunks", chunks)
 
     @property

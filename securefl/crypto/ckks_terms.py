@@ -20,10 +20,19 @@ from securefl.errors import UsageError
 # Security Standard (Albrecht et al. 2018), classical and quantum.
 CLASSICAL_128 = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}
 POST_QUANTUM_128 = {1024: 25, 2048: 51, 4096: 101, 8192: 202, 16384: 411, 32768: 827}
+COLLUSION = (
+    "Under CKKS all silos hold one group key: any one silo together with the server can read every silo's "
+    "vector."
+)
 CHUNK = 64  # ciphertexts: 131,072 values and 4 MB at degree 4096
 MAX_LENGTH = 2**28  # values of a vector
 _ERROR_VARIANCE = 10.5 + 1 / 12  # SEAL's centred binomial noise (21 pairs of bits), the encoder's rounding
 _SIGMAS = 7.0  # of a normal error: one value in 4e11 lies beyond
+
+
+def chunk_name(number: int) -> str:
+    """The name of a chunk among the arrays of a body."""
+    return f"ckks.{number:06d}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,15 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    model_validator,
+)
 
 from securefl.crypto.identity import ED25519_SIGNATURE, MLDSA65_SIGNATURE, SEALED_KEY, length_prefixed
 from securefl.crypto.masks import MAX_BITS, MIN_BITS
@@ -71,7 +79,7 @@ class _Strict(BaseModel):
 
 def _holds_bytes(value: object) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
-    return any(isinstance(one, bytes) for one in inner)
+    return any(isinstance(one, bytes | memoryview) for one in inner)
 
 
 class VectorSpec(_Strict):
@@ -311,10 +319,10 @@ class Delivery(Message):
 
 
 class MaskedInput(Message):
-    """A client's masked vectors, packed (`masks.pack`), by name."""
+    """A client's masked vectors, packed (`masks.pack`), by name; of `from_tensors`, views of its arrays."""
 
     adverts: Digest
-    vectors: dict[VectorName, bytes] = Field(exclude=True, max_length=16)
+    vectors: Mapping[VectorName, bytes | InstanceOf[memoryview]] = Field(exclude=True, max_length=16)
 
     def tensors(self) -> Tensors:
         """`message` as for the others, and a uint8 row `vector/NAME` for each vector, not copied."""
@@ -323,7 +331,7 @@ class MaskedInput(Message):
 
     @classmethod
     def from_tensors(cls, tensors: Tensors) -> Self:
-        """The inverse of `tensors`. Raises TooLarge, WrongShape or PayloadError."""
+        """The inverse of `tensors`, not copied. Raises TooLarge, WrongShape or PayloadError."""
         rows = {name.removeprefix("vector/"): row for name, row in tensors.items() if name != "message"}
         if {"message", *(f"vector/{name}" for name in rows)} != set(tensors):
             raise WrongShape("a masked input has arrays of other names than its vectors'")
@@ -332,7 +340,7 @@ class MaskedInput(Message):
         head = _MaskedInputHead.from_document(_document(tensors["message"], cls._title()))
         message = None
         with suppress(ValidationError):
-            packed = {name: row.tobytes() for name, row in rows.items()}
+            packed = {name: row.data.toreadonly() for name, row in rows.items()}
             message = cls(adverts=head.adverts, vectors=packed)
         if message is None:
             raise PayloadError("a masked input has more vectors than a round, or a name that is none")

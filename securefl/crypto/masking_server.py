@@ -9,7 +9,7 @@ go within `result`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -36,6 +36,7 @@ from securefl.crypto.masking_messages import (
     SurvivorSignature,
     Unmasking,
     UnmaskRequest,
+    VectorSpec,
     list_hash,
 )
 from securefl.errors import (
@@ -74,6 +75,18 @@ class MaskedSum:
     faults: tuple[str, ...]
 
 
+def _unpacked(data: bytes | memoryview, spec: VectorSpec) -> Iterator[tuple[int, NDArray[np.uint32]]]:
+    """Where each chunk of a packed vector starts, and its values. Raises as `masks.unpack`."""
+    width = masks.value_bytes(spec.bits)
+    if len(data) != width * spec.length:
+        raise WrongShape(
+            f"{len(data)} bytes of {spec.name}, which has {width} for each of {spec.length} values"
+        )
+    for start in range(0, spec.length, masks.CHUNK):
+        stop = min(start + masks.CHUNK, spec.length)
+        yield start, masks.unpack(bytes(data[width * start : width * stop]), spec.bits, stop - start)
+
+
 class MaskingServer:
     """The untrusted middle of one round. Silos are named by fingerprint; errors use their names."""
 
@@ -96,6 +109,7 @@ class MaskingServer:
         self._digest = b""
         self._adverts: dict[str, Advert] = {}
         self._near: Mapping[str, tuple[str, ...]] = {}
+        self._groups: Mapping[str, list[str]] = {}  # a silo and its neighbours, in order
         self._shares: dict[str, ShareMessage] = {}
         self._totals: dict[str, NDArray[np.uint32]] = {}
         self._inputs: frozenset[str] = frozenset()
@@ -180,12 +194,10 @@ class MaskingServer:
         adverts = AdvertList(adverts=tuple(self._adverts[silo] for silo in silos))
         self._digest = adverts.digest()
         self._near = graph.neighbours(silos, self._digest, self._degree)
+        self._groups = {silo: sorted((silo, *near)) for silo, near in self._near.items()}
         return adverts
 
     # --- step 1
-
-    def _group(self, silo: str) -> list[str]:
-        return sorted((silo, *self._near[silo]))
 
     def _needed(self, silo: str) -> int:
         return masking_keys.share_threshold(
@@ -198,7 +210,7 @@ class MaskingServer:
         self._own(name, message.adverts)
         if message.dealer != sender:
             raise UnknownSender(f"{name} sent the shares of another silo")
-        if [deal.holder for deal in message.deals] != self._group(sender):
+        if [deal.holder for deal in message.deals] != self._groups[sender]:
             raise PayloadError(f"{name} did not deal to its neighbours alone")
         if any(
             bool(deal.sealed) != (deal.holder != sender) or bool(deal.seed) != (deal.holder > sender)
@@ -234,16 +246,19 @@ class MaskingServer:
         specs = self._terms.vectors
         if message.vectors.keys() != {spec.name for spec in specs}:
             raise WrongShape(f"{name} sent other vectors than those agreed")
+        # Every vector is gone through once before any is added, in chunks: no unpacked copy of one exists.
         try:
-            vectors = {
-                spec.name: masks.unpack(message.vectors[spec.name], spec.bits, spec.length) for spec in specs
-            }
+            for spec in specs:
+                for _ in _unpacked(message.vectors[spec.name], spec):
+                    pass
         except ProtocolError as error:
             raise WrongShape(f"{name}: {error}") from None
         for spec in specs:
-            total = self._totals[spec.name]
-            np.add(total, vectors[spec.name], out=total)
-            np.bitwise_and(total, np.uint32((1 << spec.bits) - 1), out=total)
+            total, top = self._totals[spec.name], np.uint32((1 << spec.bits) - 1)
+            for start, values in _unpacked(message.vectors[spec.name], spec):
+                part = total[start : start + values.size]
+                np.add(part, values, out=part)
+                np.bitwise_and(part, top, out=part)
         self._inputs |= {sender}
 
     def close_inputs(self) -> SurvivorList:
@@ -292,7 +307,7 @@ class MaskingServer:
         """
         name = self._admit(Phase.SHARES_OF_SECRETS, sender, self._inputs, self._unmasked)
         self._own(name, message.adverts)
-        near = self._shares.keys() & set(self._group(sender))
+        near = self._shares.keys() & set(self._groups[sender])
         for given, allowed in ((message.blinds, self._inputs), (message.roots, near - self._inputs)):
             if not {one.dealer for one in given} <= near & allowed:
                 raise PayloadError(f"{name} gave shares of silos that it was not asked for")
@@ -301,7 +316,7 @@ class MaskingServer:
         roots = [one for one in message.roots if self._committed(sender, one, "root", faults)]
         for known, good in ((self._blinds, blinds), (self._roots, roots)):
             for one in good:
-                place = self._group(one.dealer).index(sender) + 1
+                place = self._groups[one.dealer].index(sender) + 1
                 known.setdefault(one.dealer, {})[place] = one.share
         self._faults += tuple(faults)
         self._unmasked |= {sender}
@@ -319,7 +334,7 @@ class MaskingServer:
         return True
 
     def _dealt(self, dealer: str, holder: str) -> Deal:
-        return self._shares[dealer].deals[self._group(dealer).index(holder)]
+        return self._shares[dealer].deals[self._groups[dealer].index(holder)]
 
     def result(self) -> MaskedSum:
         """Rebuild the survivors' blinds and the dropped silos' roots, and take their masks off the sums.

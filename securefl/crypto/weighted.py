@@ -14,14 +14,20 @@ from securefl.errors import PayloadError
 
 
 def encode_weighted(
-    values: NDArray[np.float32], weight: float, values_as: FixedPoint, weight_as: FixedPoint
+    values: NDArray[np.float32],
+    weight: float,
+    values_as: FixedPoint,
+    weight_as: FixedPoint,
+    rng: np.random.Generator | None = None,
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     """A silo's vector times its weight, and the weight itself (1,): both are to be masked, neither is told.
 
-    values: float32 (d,); weight: in [0, 1]; weight_as has the clip 1. Raises NonFiniteUpdate for NaN or
+    values: float32 (d,); weight: in [0, 1]; weight_as has the clip 1; rng: see
+    `FixedPoint.encode`. Raises NonFiniteUpdate for NaN or
     infinity, before anything is masked, else as `FixedPoint.encode`.
     """
-    return values_as.encode(values, weight), weight_as.encode(np.ones(1, np.float32), weight)
+    ones = np.ones(1, np.float32)
+    return values_as.encode(values, weight, rng), weight_as.encode(ones, weight, rng)
 
 
 def weighted_mean(

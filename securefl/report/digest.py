@@ -17,15 +17,30 @@ from securefl.result import ClientRow, ReleaseRow, Result
 SERVER = "server"
 SHORT = {
     "model": "weights",
+    "masked-model": "masked weights",
+    "encrypted-model": "encrypted weights",
     "centroids": "pooled averages",
     "embedding-centroids": "token averages",
     "metrics": "scores",
+    "group-key": "CKKS key",
+    "masking": "keys and shares",
 }
 KINDS = {
     "model": "Trained weights",
+    "masked-model": "Masked weights",
+    "encrypted-model": "Encrypted weights",
     "centroids": "Group averages of pooled vectors",
     "embedding-centroids": "Group averages of token vectors",
     "metrics": "Scores",
+    "group-key": "CKKS key",
+    "masking": "Keys and shares of masked sums",
+}
+# The four messages around a masked model, none of which any row has a part in, are shown as one.
+_MASKING = {
+    "advert": "Keys of a masked round",
+    "shares": "Shares of masks, sealed to peers",
+    "survivors": "Signed list of survivors",
+    "unmasking": "Shares that open a sum",
 }
 NO_EPSILON = "no finite epsilon"
 
@@ -35,7 +50,7 @@ def run_name(result: Result) -> str:
 
 
 def kind_words(kind: str) -> str:
-    return KINDS.get(kind, clean(kind, 40))
+    return KINDS.get(kind) or _MASKING.get(kind) or clean(kind, 40)
 
 
 def setting(result: Result, *path: str) -> Any:
@@ -51,7 +66,9 @@ def describe(result: Result) -> str:
     if result.method == "standalone":
         return "Every silo trains alone; nothing is exchanged."
     if result.method == "fedavg":
-        return "The silos send their trained weights to the server, which averages them."
+        return f"{_averaged(result)}."
+    if result.method == "fedprox":
+        return f"{_averaged(result)}; a silo's training holds on to the average that it began from."
     if result.method == "crosslm":
         return (
             "Each silo's model goes to the server, where it grades a language model's texts; the best "
@@ -63,15 +80,26 @@ def describe(result: Result) -> str:
         )
     if result.method == "fedkc":
         if setting(result, "fedkc", "source") == "own":
-            return (
-                "Weights are averaged; each silo also learns from group averages of its own, not exchanged."
-            )
+            own = "each silo also learns from group averages of its own, not exchanged"
+            return f"{_averaged(result)}; {own}."
         layer = "token vectors" if setting(result, "fedkc", "compose") == "embeddings" else "pooled vectors"
         privacy = setting(result, "privacy", "centroids") or {}
         noised = privacy.get("epsilon") is not None or privacy.get("noise_multiplier") is not None
         noise = "with calibrated noise" if noised else "without noise"
-        return f"Weights are averaged; the silos also exchange group averages of {layer}, {noise}."
+        return f"{_averaged(result)}; the silos also exchange group averages of {layer}, {noise}."
     return f"Method {clean(result.method, 40)}."
+
+
+def _averaged(result: Result) -> str:
+    match setting(result, "protection", "models"):
+        case "masked":
+            return (
+                "The silos' weights are added up under masks, so that the server learns their average alone"
+            )
+        case "ckks":
+            return "The silos' weights are added up encrypted, and only the silos can open the average"
+        case _:
+            return "The silos send their weights to the server, which averages them"
 
 
 def mean_accuracy(result: Result) -> float:
@@ -125,8 +153,15 @@ class Departure:
     simulated: bool
     reasons: tuple[str, ...]
 
+    @property
+    def independent(self) -> bool:
+        """Whether no row has a part in it: keys, shares, signatures."""
+        return not self.reasons and self.single is None
+
     def claim(self) -> str:
         """The claim in one line, at its weakest, without the reasons."""
+        if self.independent:
+            return "of no row"
         parts = []
         if self.epsilons is not None:
             parts.append(f"ε {epsilon(self.epsilons[1])}{' simulated' if self.simulated else ''}")
@@ -139,7 +174,7 @@ def span(ends: tuple[float, float]) -> str:
 
 
 def is_private(release: ReleaseRow) -> bool:
-    return release.claim.get("mechanism") != "none"
+    return release.claim.get("mechanism") not in ("none", "independent")
 
 
 def _departure(kind: str, found: Sequence[tuple[ClientRow, ReleaseRow]], silos: Sequence[str]) -> Departure:
@@ -150,7 +185,7 @@ def _departure(kind: str, found: Sequence[tuple[ClientRow, ReleaseRow]], silos: 
     reasons = dict.fromkeys(
         clean(str(release.claim.get("reason", "not stated")), 200)
         for _, release in found
-        if not is_private(release)
+        if release.claim.get("mechanism") == "none"
     )
 
     def words(which: str) -> str:
@@ -179,7 +214,8 @@ def departures(result: Result, clients: Sequence[ClientRow] | None = None) -> li
     found: dict[str, list[tuple[ClientRow, ReleaseRow]]] = {}
     for client in result.clients if clients is None else clients:
         for release in client.releases:
-            found.setdefault(release.kind, []).append((client, release))
+            kind = "masking" if release.kind in _MASKING else release.kind
+            found.setdefault(kind, []).append((client, release))
     order = [*KINDS, *sorted(set(found) - set(KINDS))]
     return [_departure(kind, found[kind], silos) for kind in order if kind in found]
 
@@ -244,7 +280,7 @@ def _departure_sentences(results: Sequence[Result]) -> list[str]:
     sentences = [f"Nothing left a silo in {listing(silent)}."] if silent else []
     runs: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        for departure in departures(result):
+        for departure in (one for one in departures(result) if not one.independent):
             runs.setdefault((departure.readers, departure.kind), []).append(run_name(result))
     kinds: dict[tuple[str, str], list[str]] = {}
     for (readers, kind), found in runs.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from securefl.crypto.ckks_terms import COLLUSION
 from securefl.report import digest
 from securefl.report.digest import Departure, departures, run_name
 from securefl.report.figures import Flow, flow_picture
@@ -44,6 +45,8 @@ def _claim_cell(departure: Departure) -> Cell:
             details.append(f"ε {digest.span(departure.single)} a release")
     if departure.reasons:
         badges.append(Badge(digest.NO_EPSILON, "bad"))
+    if departure.independent:
+        text = "the same whatever the rows are"
     return Cell(text, "; ".join(details), tuple(badges))
 
 
@@ -114,7 +117,9 @@ def _releases_table(result: Result) -> Table:
     for c in result.clients:
         for release in c.releases:
             claim = release.claim
-            bound = Cell(digest.NO_EPSILON)
+            bound = Cell(
+                "independent of rows" if claim.get("mechanism") == "independent" else digest.NO_EPSILON
+            )
             if "epsilon" in claim:
                 badges = (Badge("simulated", "caution"),) if claim.get("simulated") else ()
                 bound = Cell(f"ε {epsilon(float(claim['epsilon']))}", badges=badges)
@@ -135,11 +140,46 @@ def _releases_table(result: Result) -> Table:
     )
 
 
+def _sums_table(results: Sequence[Result]) -> Table:
+    """Which sums were opened, by whom, and how exact they are."""
+    rows: list[tuple[Cell | str, ...]] = []
+    for r in results:
+        for one in r.sums:
+            by = digest.parties(one.opened_by, "", [client.name for client in r.clients])
+            least = f"{one.threshold} of {len(r.clients)}" if one.protection == "masked" else "not enforced"
+            rows.append((
+                run_name(r), str(one.round), one.protection, by, Cell(listing(one.silos)), least,
+                "hidden" if one.rows is None else f"{one.rows:,}", f"{one.resolution:.1e}",
+                "–" if one.noise is None else f"{one.noise:.1e}",
+                Cell("; ".join(clean(fault, 200) for fault in one.faults) or "–"),
+            ))  # fmt: skip
+    return Table(
+        "Sums that were opened: of no single silo's weights anything else became known",
+        (
+            "Run",
+            "Round",
+            "Protection",
+            "Opened by",
+            "Silos in it",
+            "Needed",
+            "Rows",
+            "Error at most",
+            "Noise",
+            "Faults",
+        ),
+        tuple(rows),
+        numeric=frozenset({1, 6, 7, 8}),
+        wrap=frozenset({4, 9}),
+        note="Error: the largest that the encoding makes in a weight of the mean. Noise: its standard "
+        "deviation there, where the silos added some.",
+    )
+
+
 def _flows(results: Sequence[Result]) -> list[Flow]:
     """What left, gathered: kinds that the same readers got in the same runs under the same claim are one."""
     runs: dict[tuple[str, str, str], list[str]] = {}
     for r in results:
-        for d in departures(r):
+        for d in (one for one in departures(r) if not one.independent):
             if d.reasons:
                 claim = "exact: no finite epsilon" if d.single is None else "partly exact: no finite epsilon"
             else:
@@ -168,6 +208,10 @@ def outflow_section(results: Sequence[Result]) -> Section:
                      "green: with one. Dashed: sealed to the reader, passed on by the server unopened."),
         _departures_table(results),
     ]  # fmt: skip
+    if any(r.sums for r in results):
+        blocks.append(_sums_table(results))
+    if any(one.protection == "ckks" for r in results for one in r.sums):
+        blocks.append(Note("Collusion.", COLLUSION, "caution"))
     reasons = _reasons(results)
     if reasons.terms:
         blocks += [Paragraph("", head="Why there is no finite epsilon"), reasons]

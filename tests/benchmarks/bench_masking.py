@@ -1,7 +1,9 @@
 """Masking a model among eight silos: ours against the least that one thread could do, and a peer, same run.
 
 The floor is eight AES-256-CTR keystreams of the whole vector, each added in a pass of its own, by one thread
-and without quantising. The peer is flwr's own quantisation and mask generator, where it is installed.
+and without quantising. The peer is flwr's own quantisation and mask generator, where it is installed. Both
+goals are ratios of least times over rounds in turn: ours takes two threads, and with the other core busy only
+the best of many rounds says what it costs.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from securefl.crypto.masks import Stream, add_masks, pack
 
 VALUES = 22_700_000
 SILOS = 8
-ROUNDS = 5
+ROUNDS, PEER_ROUNDS = 15, 5  # the peer takes ten times as long
 FLOOR_GOAL, PEER_GOAL, BYTES_GOAL = 1.0, 1 / 8, 1.1
 CLIP = 1.0
 
 
-def _least(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """The least of ROUNDS for each step, each taking its turn: a busy machine slows all of them alike."""
+def _least(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The least of some rounds for each step, each in its turn: a busy machine slows all of them alike."""
     least = dict.fromkeys(steps, float("inf"))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, step in steps.items():
             began = time.perf_counter()
             step()
@@ -73,7 +75,7 @@ def test_masking_22_7_million_values(benchmark: BenchmarkFixture) -> None:
 
     ours()
     floor()
-    least = _least({"ours": ours, "floor": floor})
+    least = _least({"ours": ours, "floor": floor}, ROUNDS)
     benchmark.pedantic(ours, rounds=2)
     ratio = least["ours"] / least["floor"]
     print(f"\n22.7 million values, {SILOS} masks, least of {ROUNDS}: with quantising {least['ours']:.3f} s, ")
@@ -83,11 +85,14 @@ def test_masking_22_7_million_values(benchmark: BenchmarkFixture) -> None:
     if peer is None:
         print("flwr is not installed, so it was not compared (pip install 'securefl[flower]')")
     else:
-        began = time.perf_counter()
-        peer()
-        took = time.perf_counter() - began
-        print(f"flwr's own functions {took:.2f} s, ratio {least['ours'] / took:.3f}, goal {PEER_GOAL}")
-        assert least["ours"] / took <= PEER_GOAL
+        beside = _least({"ours": ours, "flwr": peer}, PEER_ROUNDS)
+        to_peer = beside["ours"] / beside["flwr"]
+        print(
+            f"least of {PEER_ROUNDS}: ours {beside['ours']:.3f} s, flwr's own functions "
+            f"{beside['flwr']:.2f} s, ratio {to_peer:.3f}, goal {PEER_GOAL}"
+        )
+        benchmark.extra_info["ratio to flwr"] = round(to_peer, 3)
+        assert to_peer <= PEER_GOAL
     assert ratio <= FLOOR_GOAL
 
 

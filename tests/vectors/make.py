@@ -20,7 +20,7 @@ from securefl.crypto.identity import Identity
 from securefl.messages import SUITE, Header
 from securefl.release import canonical_json
 from tests.mutants import Layout, forge, sign
-from tests.vectors import make_bodies, make_ledgers, make_statements
+from tests.vectors import make_bodies, make_ledgers, make_masking, make_statements
 from tests.vectors.people import ALICE, AMY, BOB, CAROL, EVE, OTHER_ALICE, identities
 
 FOLDER = Path(__file__).parent
@@ -321,6 +321,8 @@ def main() -> None:
         ("envelope-refusals-1.json", envelope_refusals),
         ("body-1.json", make_bodies.bodies),
         ("statements-1.json", make_statements.statements),
+        ("masking-1.json", make_masking.derivations),
+        ("masked-round-1.json", make_masking.masked_round),
     ):
         if not (FOLDER / name).exists():
             _write(name, make())

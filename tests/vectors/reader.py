@@ -24,7 +24,11 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 SUITE = hpke.Suite(hpke.KEM.MLKEM768_X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
 PUBLIC = {"ed25519": 32, "mldsa65": 1952, "mlkem768": 1184, "x25519": 32}
 SEEDS = {"ed25519": 32, "mldsa65": 32, "mlkem768": 64, "x25519": 32}
-KINDS = {"plan", "model", "centroids", "embedding-centroids", "metrics", "unavailable"}
+KINDS = {
+    *("plan", "model", "centroids", "embedding-centroids", "metrics", "unavailable"),
+    *("advert", "shares", "masked-model", "survivors", "unmasking"),
+    *("group-key", "encrypted-model", "sum"),
+}
 NAME, STEP = "[a-z0-9][a-z0-9._-]{0,63}", "[a-z]{1,16}"
 Keys = Mapping[str, bytes]
 
@@ -255,7 +259,7 @@ def _check_entry(entry: Any, room: int) -> None:
 
 def read_body(data: bytes) -> tuple[str, Any, dict[str, tuple[str, list[int], bytes]]]:
     """Kind, document, and type, shape and bytes of each array."""
-    require(len(data) <= 2**29, "TooLarge")
+    require(len(data) <= 3 * 2**28, "TooLarge")
     require(len(data) >= 8, "PayloadError")
     size = int.from_bytes(data[:8], "little")
     require(size <= 2**20, "TooLarge")

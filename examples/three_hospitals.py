@@ -1,9 +1,11 @@
-"""Two hospitals, each a process of its own with its own keys, policy and ledger, and a coordinator.
+"""Three hospitals, each a process of its own with its own keys, policy and ledger, and a coordinator.
 
-    python examples/two_hospitals.py [--out two-hospitals] [--rows 60] [--model builtin:minilm] [--rounds 2]
+    python examples/three_hospitals.py [--out three-hospitals] [--rows 60] [--model builtin:minilm]
+        [--rounds 2]
 
-Lays out everything that two institutions would prepare (OUT/hospital-a, OUT/hospital-b), starts
-`embedded_client.py` in each, and runs FedAvg over loopback. Look at the files afterwards:
+Lays out everything that three institutions would prepare (OUT/hospital-a, -b and -c), starts
+`embedded_client.py` in each, and runs FedAvg over loopback with masked sums: the coordinator learns the
+sum of their models and nothing of one. Look at the files afterwards:
 
     securefl ledger verify OUT/hospital-a/ledger.jsonl     what left, hash-chained and signed
     securefl predict OUT/hospital-a/model new.csv --out labels.jsonl       the trained model
@@ -34,12 +36,12 @@ from securefl.models import base_fingerprint
 from securefl.policy import Ceiling
 from securefl.release import PayloadKind
 
-HOSPITALS = ("hospital-a", "hospital-b")
+HOSPITALS = ("hospital-a", "hospital-b", "hospital-c")
 SERVICE = Path(__file__).with_name("embedded_client.py")
 
 
 def prepare(out: Path, rows: int, model: str, rounds: int, source: str) -> securefl.Identity:
-    """Keys, pinned cards, policies, configurations and rows of both; gives the coordinator's identity."""
+    """Keys, pinned cards, policies, configurations and rows of all; gives the coordinator's identity."""
     coordinator = securefl.Identity.generate("coordinator")
     keys = {name: securefl.Identity.generate(name) for name in HOSPITALS}
     run = secrets.token_hex(16)
@@ -50,8 +52,8 @@ def prepare(out: Path, rows: int, model: str, rounds: int, source: str) -> secur
                 "data": {
                     "train": source,
                     "test": source if source.startswith("builtin:") else source.replace("train", "test"),
-                    "train_rows": 2 * rows,
-                    "split": {"by": "dirichlet", "silos": 2, "alpha": 1.0},
+                    "train_rows": len(HOSPITALS) * rows,
+                    "split": {"by": "dirichlet", "silos": len(HOSPITALS), "alpha": 1.0},
                 },
             }
         )
@@ -72,7 +74,8 @@ def prepare(out: Path, rows: int, model: str, rounds: int, source: str) -> secur
             base_models=(base_fingerprint(model),),
             kinds=permitted,
             nonprivate=permitted,
-            model_protections=("sealed",),
+            model_protections=("masked",),  # nobody may read this hospital's model alone
+            min_cohort=len(HOSPITALS),
             max_release_bytes=2**27,
             max_bytes_per_day=2**30,
             approval="automatic",
@@ -160,17 +163,17 @@ def coordinate(out: Path, coordinator: securefl.Identity, ports: dict[str, int])
 
 
 def main() -> None:
-    """Prepare, start both services, run, stop them."""
+    """Prepare, start the services, run, stop them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("two-hospitals"))
+    parser.add_argument("--out", type=Path, default=Path("three-hospitals"))
     parser.add_argument("--rows", type=int, default=60, help="rows a hospital, about")
     parser.add_argument("--model", default="builtin:minilm")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--source", default="builtin:bbc-news", help="where the rows come from")
     parser.add_argument(
-        "--port", type=int, default=8461, help="of the first hospital; the second has the next"
+        "--port", type=int, default=8461, help="of the first hospital; the others have the next"
     )
     arguments = parser.parse_args()
     ports = {name: arguments.port + index for index, name in enumerate(HOSPITALS)}
@@ -186,12 +189,14 @@ def main() -> None:
             processes.append(subprocess.Popen(command))
             wait_for(port, processes[-1])
         server = coordinate(arguments.out, coordinator, ports)
+        for opened in server.sums:
+            print(f"round {opened.round}: opened the sum of {', '.join(opened.silos)}: {opened.rows} rows")
         for name, figures in server.metrics.items():
             print(f"{name}: {figures}")
     except FileExistsError as error:
         sys.exit(f"{error.filename}: exists already; choose another --out")
     except securefl.SecureflError as error:
-        sys.exit(f"two_hospitals: {error}")
+        sys.exit(f"three_hospitals: {error}")
     finally:
         for process in processes:
             process.terminate()

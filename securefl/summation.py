@@ -1,0 +1,274 @@
+"""The server's half of a sum that it sees no part of: what it sends on, takes in, and opens.
+
+One interface for masked sums and CKKS, which `server` drives step by step; the protocols themselves are
+`crypto.masking_server` and `crypto.ckks`. State machines without I/O; no model code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from securefl import distributed_noise
+from securefl.agreement import (
+    LEAST_SILOS,
+    RELAYED,
+    SEALED_KEY,
+    UPDATE,
+    WEIGHT,
+    ckks_terms,
+    fixed_points,
+    key_maker,
+    masked_terms,
+    mechanism_of,
+    summed_claim,
+)
+from securefl.crypto.ckks import RunningSum, Signed, chunk_tensors
+from securefl.crypto.envelope import Verified
+from securefl.crypto.identity import Card
+from securefl.crypto.masking_messages import (
+    Advert,
+    MaskedInput,
+    Message,
+    ShareMessage,
+    SurvivorSignature,
+    Unmasking,
+)
+from securefl.crypto.masking_server import MaskedSum, MaskingServer
+from securefl.crypto.weighted import weighted_mean
+from securefl.distributed_noise import ModelMechanism, decode_mean
+from securefl.errors import PayloadError, TooFewSilos, WrongRound
+from securefl.messages import RoundPlan, Step
+from securefl.privacy import Noise, noise_source
+from securefl.release import Claim, PayloadKind, Release, Tensors, flatten, unflatten
+
+_NOBODYS: Final[Noise] = noise_source(None)
+# What a claim says of where its noise comes from, which differs between silos.
+_SOURCE: Final = {"generator", "simulated"}
+
+
+@dataclass(frozen=True)
+class OpenedSum:
+    """What became known of the silos' models in a round.
+
+    silos: names of those in the sum. tensors: the weighted mean of their changes of the weights, float32, or
+    None under CKKS, where only silos can open it. rows: of all of them together. resolution: the largest
+    error that the encoding makes in a weight of the mean. noise: standard deviation of the silos' noise in
+    one. faults: bad shares, and whose.
+    """
+
+    round: int
+    silos: tuple[str, ...]
+    threshold: int
+    tensors: Tensors | None = field(default=None, repr=False)
+    rows: int | None = None
+    resolution: float | None = None
+    noise: float | None = None
+    faults: tuple[str, ...] = ()
+    claim: Claim | None = None
+
+    def release(self) -> Release:
+        """The opened sum as it is recorded; only where this server could open it."""
+        assert self.tensors is not None
+        assert self.claim is not None
+        info = {"round": self.round, "rows": self.rows, "resolution": self.resolution, "noise": self.noise}
+        return Release(PayloadKind.SUM, self.tensors, {**info, "silos": list(self.silos)}, self.claim)
+
+
+@dataclass(frozen=True, repr=False)
+class Answer:
+    """A silo's answer to a step: its name, the release, and the envelope that it came in."""
+
+    name: str
+    release: Release
+    verified: Verified
+
+
+class Summation(Protocol):
+    """A round's sum as the server drives it. Silos go by name; a `receive` that raises changes nothing."""
+
+    def concerns(self) -> Collection[str]:
+        """The silos that the plan of the step at hand goes to."""
+
+    def relayed(self, name: str, /) -> Tensors:
+        """What that plan brings to a silo, beside weights."""
+
+    def receive(self, step: Step, answer: Answer) -> None:
+        """Take a silo's answer. Raises ProtocolError, naming it."""
+
+    def close(self, step: Step) -> None:
+        """End a step. Raises TooFewSilos where those who answered do not suffice."""
+
+    def opened(self) -> tuple[Tensors, OpenedSum]:
+        """After the last step: what the next plans bring as the model, and the record of the sum."""
+
+
+class MaskedSummation:
+    """A masked round, from its first plan to the mean of the survivors' models."""
+
+    def __init__(self, roster: Mapping[str, Card], plan: RoundPlan, model: Tensors) -> None:
+        """plan: of any step of the round; model: the weights that it names. Raises TooFewSilos."""
+        self._keys = {name: card.fingerprint for name, card in roster.items()}
+        self._names = {card.fingerprint: name for name, card in roster.items()}
+        self._plan, self._model = plan, model
+        length = sum(array.size for array in model.values())
+        self._mechanism = mechanism_of(plan, length)
+        self._claim: Claim | None = None
+        self._machine = MaskingServer(roster, masked_terms(plan, length))
+        self._outgoing: dict[str, Message] = {}
+        self._all: Message | None = None
+        self._concerned: set[str] = set(roster)
+        self._answered: set[str] = set()
+        self._result: MaskedSum | None = None
+
+    def concerns(self) -> Collection[str]:
+        return self._concerned
+
+    def relayed(self, name: str, /) -> Tensors:
+        message = self._outgoing.get(name, self._all)
+        return {} if message is None else {RELAYED: message.tensors()["message"]}
+
+    def receive(self, step: Step, answer: Answer) -> None:
+        machine, key, arrays = self._machine, self._keys[answer.name], answer.release.tensors
+        match step:
+            case Step.ADVERTISE:
+                machine.receive_advert(key, Advert.from_tensors(arrays))
+            case Step.DEAL:
+                machine.receive_shares(key, ShareMessage.from_tensors(arrays))
+            case Step.TRAIN:
+                self._check_claim(answer)
+                machine.receive_input(key, MaskedInput.from_tensors(arrays))
+            case Step.SIGN:
+                machine.receive_signature(key, SurvivorSignature.from_tensors(arrays))
+            case Step.UNMASK:
+                machine.receive_unmasking(key, Unmasking.from_tensors(arrays))
+            case _:
+                raise WrongRound(f"{step} is no step of a masked round")
+        self._answered.add(answer.name)
+
+    def close(self, step: Step) -> None:
+        machine = self._machine
+        self._outgoing, self._all = {}, None
+        match step:
+            case Step.ADVERTISE:
+                self._all = machine.close_adverts()
+            case Step.DEAL:
+                self._outgoing = {self._names[key]: one for key, one in machine.close_shares().items()}
+            case Step.TRAIN:
+                self._all = machine.close_inputs()
+            case Step.SIGN:
+                self._all = machine.close_signatures()
+            case Step.UNMASK:
+                self._result = machine.result()
+        # Those who sent their masked input are asked to the end: a signature that was late is no fault.
+        if step in (Step.ADVERTISE, Step.DEAL, Step.TRAIN):
+            self._concerned, self._answered = self._answered, set()
+
+    def opened(self) -> tuple[Tensors, OpenedSum]:
+        result, terms = self._result, self._plan.sums
+        assert result is not None
+        assert terms is not None
+        survivors = tuple(sorted(self._names[key] for key in result.survivors))
+        if self._mechanism is not None:
+            return self._noised(result, survivors, self._mechanism)
+        values_as, weight_as = fixed_points(terms, len(self._plan.cohort))
+        mean = weighted_mean(result.sums[UPDATE], result.sums[WEIGHT], values_as, weight_as)
+        weight = float(weight_as.decode(result.sums[WEIGHT])[0])
+        update = mean.astype(np.float32)
+        shapes = {name: array.shape for name, array in self._model.items()}
+        record = OpenedSum(
+            round=self._plan.round,
+            silos=survivors,
+            threshold=terms.threshold,
+            tensors=unflatten(update, shapes),
+            rows=round(weight * terms.max_rows),
+            # Of the values' sum, and of the row count that divides it.
+            resolution=len(survivors)
+            * (values_as.resolution + values_as.clip * weight_as.resolution)
+            / weight,
+            faults=result.faults,
+            claim=self._claim,
+        )
+        return unflatten(flatten(self._model) + update, shapes), record
+
+    def _noised(
+        self, result: MaskedSum, survivors: tuple[str, ...], mechanism: ModelMechanism
+    ) -> tuple[Tensors, OpenedSum]:
+        update = decode_mean(result.sums[UPDATE], len(survivors), mechanism).astype(np.float32)
+        shapes = {name: array.shape for name, array in self._model.items()}
+        record = OpenedSum(
+            round=self._plan.round,
+            silos=survivors,
+            threshold=mechanism.threshold,
+            tensors=unflatten(update, shapes),
+            resolution=1 / mechanism.scale,
+            noise=math.sqrt(mechanism.variance / len(survivors)) / mechanism.scale,
+            faults=result.faults,
+            claim=self._claim,
+        )
+        return unflatten(flatten(self._model) + update, shapes), record
+
+    def _check_claim(self, answer: Answer) -> None:
+        """All silos of a sum claim the same; whether each adds its share of noise, no server can see."""
+        due: dict[str, Any] = summed_claim(self._plan).model_dump()
+        if self._mechanism is not None:
+            due = distributed_noise.claim(self._mechanism, _NOBODYS).model_dump()
+        given = answer.release.claim
+        stated = {**given.model_dump(), **{key: due[key] for key in _SOURCE & due.keys()}}
+        if stated != due:
+            raise PayloadError(f"{answer.name} makes another claim for its masked model than was agreed")
+        if self._claim is None or getattr(given, "simulated", False):
+            self._claim = given
+
+
+class EncryptedSummation:
+    """Sums of a run under CKKS: the server adds what it cannot read, and sends it on."""
+
+    def __init__(self, roster: Mapping[str, Card], plan: RoundPlan, length: int) -> None:
+        """plan: of any step of the run; length: values of a model."""
+        assert plan.sums is not None
+        self._roster, self._maker = roster, key_maker(plan.cohort).name
+        self._terms = ckks_terms(plan.sums, length, len(plan.cohort))
+        self._key: Tensors = {}
+        self._sum = RunningSum(self._terms)
+        self._round = plan.round
+        self._chunks: Tensors = {}
+        self._silos: tuple[str, ...] = ()
+
+    def concerns(self) -> Collection[str]:
+        return set(self._roster) if self._key else {self._maker}
+
+    def relayed(self, _name: str, /) -> Tensors:
+        return self._key
+
+    def take_key(self, sealed: bytes) -> None:
+        """Keep the sealed key, to send it with every plan."""
+        self._key = {SEALED_KEY: np.frombuffer(sealed, np.uint8)}
+
+    def receive(self, step: Step, answer: Answer) -> None:
+        if step is not Step.TRAIN:
+            raise WrongRound(f"{step} has nothing to add to an encrypted sum")
+        self._sum.add(Signed(answer.verified, answer.release.tensors))
+
+    def close(self, step: Step) -> None:
+        if step is Step.KEY and not self._key:
+            raise TooFewSilos(
+                f"{self._maker}, which was to make the CKKS key, did not; nothing can be summed"
+            )
+        if step is Step.TRAIN:
+            self._silos = self._sum.finish()
+            if len(self._silos) < LEAST_SILOS:
+                raise TooFewSilos(
+                    f"{len(self._silos)} silos sent an encrypted model, and the sum of fewer than "
+                    f"{LEAST_SILOS} would tell them about each other"
+                )
+            self._chunks = chunk_tensors(0, self._sum.chunks())
+
+    def opened(self) -> tuple[Tensors, OpenedSum]:
+        record = OpenedSum(round=self._round, silos=self._silos, threshold=0)
+        self._sum, self._round = RunningSum(self._terms), self._round + 1
+        return self._chunks, record
