@@ -47,6 +47,8 @@ def attacks_left(run: Run, recorded: tuple[Recorded, ...], book: Book) -> None:
     if PayloadKind.EMBEDDING_CENTROIDS.value not in kinds:
         why = "no embedding-layer centroid was released"
         book.not_run.append(NotRun(attack=TOKEN_RECOVERY, why=why))
+    if run.result.sums:
+        kinds.add(PayloadKind.SUM.value)
     book.not_run += [NotRun(attack=name, why=later) for name in _later(kinds)]
 
 
@@ -56,7 +58,7 @@ def _later(kinds: set[str]) -> Iterator[str]:
         yield "membership over several rounds (6)"
     if PayloadKind.CENTROIDS.value in kinds:
         yield from ("bag-of-words probe (5)", "search of a text pool (8)", "embedding inversion (9, 10)")
-    if PayloadKind.MODEL.value in kinds:
+    if kinds & {PayloadKind.MODEL.value, PayloadKind.SUM.value}:
         yield from ("subtraction from an aggregate (7)", "membership in a trained model (12)")
 
 

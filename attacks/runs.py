@@ -21,6 +21,7 @@ from securefl.errors import DataError, ModelError, PayloadError, ProtocolError, 
 from securefl.files import read_limited
 from securefl.inspection import verify_run
 from securefl.models import Slm, base_fingerprint, load_slm
+from securefl.recording import SUMS
 from securefl.release import (
     Limits,
     PayloadKind,
@@ -178,7 +179,7 @@ class Run:
         raise DataError(f"{folder}: no file says which rows are behind {recorded.path.name}")
 
     def encoder(self, recorded: Recorded, release: Release) -> Slm:
-        """The model that a centroid release was made with, found among what the server sent out.
+        """The model that a centroid release was made with, found among what the server sent or silos opened.
 
         Raises ProtocolError where none has the fingerprint that the release names, ModelError where the
         checkpoint at hand is another than the silos'.
@@ -202,7 +203,8 @@ class Run:
             lora=self.config.slm.lora,
         )
         slm.load_state(tensors.tensors)
-        if fingerprint(slm.state()) != info.encoder:
+        # An encrypted sum is named by its ciphertexts; which opened sum it is stands in the sum itself.
+        if tensors.kind is PayloadKind.MODEL and fingerprint(slm.state()) != info.encoder:
             raise ProtocolError(f"{recorded.path}: the loaded encoder does not have the fingerprint it names")
         self._encoder = (info.encoder, slm)
         return slm
@@ -216,6 +218,10 @@ class Run:
             if release.kind is PayloadKind.MODEL and release.info.get("encoder") == info.encoder:
                 if fingerprint(release.tensors) != info.encoder:
                     raise ProtocolError(f"{path}: its weights do not have the fingerprint that it states")
+                return release
+        for path in sorted((self.path / "releases" / SUMS).glob("*.safetensors")):
+            release = open_release(path)
+            if release.kind is PayloadKind.SUM and release.info.get("encoder") == info.encoder:
                 return release
         raise ProtocolError(
             f"{recorded.path}: names an encoder that is not among the models in {folder}; attacked with "

@@ -98,6 +98,7 @@ def sum_terms(config: Config, silos: int) -> SumTerms | None:
     noise = config.privacy.models
     return SumTerms(
         threshold=(own.threshold or threshold(silos)) if masked else 0,
+        degree=own.degree if masked else None,
         clip=own.clip if own.clip is not None else (_MASKED_CLIP if masked else _CKKS_CLIP),
         bits=own.bits,
         max_rows=own.max_rows,
@@ -132,6 +133,8 @@ def check_cohort(config: Config, silos: int, length: int = 1) -> None:
             f"protection.threshold: {terms.threshold} of {silos} silos; it is from {threshold(silos)} (more "
             f"than two thirds) to {silos}"
         )
+    if terms.degree is not None and terms.degree % 2 and terms.degree < silos - 1:
+        raise ConfigError(f"protection.degree: an even number, or {silos - 1} or more for all {silos} silos")
     noise_mechanism(terms, config.federation.rounds, silos, length)
 
 
@@ -178,9 +181,9 @@ def ckks_terms(terms: SumTerms, length: int, silos: int) -> Terms:
 
 
 def check_sum_chunks(tensors: Tensors, terms: Terms) -> None:
-    """Require the chunks of one encrypted sum, and all of them. Raises WrongShape."""
+    """Require the chunks of one encrypted vector, and all of them. Raises WrongShape."""
     if set(tensors) != {chunk_name(number) for number in range(terms.chunks)}:
-        raise WrongShape("the encrypted sum that came with a plan lacks chunks, or has others")
+        raise WrongShape("an encrypted vector lacks chunks, or has others than its own")
 
 
 def masked_terms(plan: RoundPlan, length: int) -> RoundTerms:

@@ -241,6 +241,13 @@ class Protection(_Section):
         le=256,
         description="Fewest silos whose masked sum may become known; unset: more than two thirds of them.",
     )
+    degree: int | None = Field(
+        None,
+        ge=2,
+        le=256,
+        description="Silos that each masks with: an even number, or all others. Unset: all up to 64 silos, "
+        "above as many as withstand a third of colluders and a tenth of drop-outs.",
+    )
     clip: float | None = Field(
         None,
         ge=1e-6,

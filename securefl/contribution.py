@@ -109,6 +109,7 @@ class MaskedRound:
             self._terms,
             least_threshold=member.least_threshold,
             least_cohort=member.least_cohort,
+            degree=None if plan.sums is None else plan.sums.degree,
         )
 
     def __repr__(self) -> str:

@@ -39,7 +39,6 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 
 from securefl.config import ModelPrivacy
 from securefl.crypto.masks import CHUNK, MAX_BITS, MIN_BITS, SEED_BYTES, Keystream, in_parts
@@ -146,7 +145,11 @@ def calibrate_models(
     def excess(clip: float) -> float:
         return silos * (clip + 2) + tail * deviation(clip) - capacity
 
-    steps = float(brentq(excess, 1.0, capacity, xtol=1e-3)) - 1e-2 if excess(1.0) < 0 else 0.0
+    # The most whole steps that fit: every implementation finds the same.
+    steps, above = 0, capacity
+    while above - steps > 1:
+        middle = (steps + above) // 2
+        steps, above = (middle, above) if excess(middle) < 0 else (steps, middle)
     # Below, rounding alone would more than double the noise; it would still be private, and useless.
     if steps < 1 or norm_bound(steps, dimension) > 4 * steps**2 or deviation(steps) < _LEAST_SIGMA:
         raise ConfigError(

@@ -19,6 +19,7 @@ from securefl._ledger_lines import parse_head
 from securefl.account import Account
 from securefl.config import load_config
 from securefl.crypto import envelope
+from securefl.crypto.ckks_terms import COLLUSION, DEFAULT, POST_QUANTUM
 from securefl.crypto.identity import Card
 from securefl.crypto.statements import REVOCATION, ROTATION, Rotation, parse_statement
 from securefl.crypto.trust import TrustStore
@@ -29,7 +30,15 @@ from securefl.ledger_copies import verify_copy
 from securefl.policy import Policy
 from securefl.receipt import RECEIPT
 from securefl.recording import SUMS, readers, release_name, sum_name
-from securefl.release import READABLE, Limits, canonical_json, decode, parse_json, release_from
+from securefl.release import (
+    READABLE,
+    Limits,
+    PayloadKind,
+    canonical_json,
+    decode,
+    parse_json,
+    release_from,
+)
 from securefl.result import ClientRow, ReleaseRow, Result, parse_result
 
 MAX_DOCUMENT = 64 * 2**20
@@ -106,14 +115,28 @@ def _toml(path: Path) -> Document:
         is_policy = False  # `load_config` says what is wrong with it
     if is_policy:
         return {"what": "policy", **Policy.load(path).model_dump(mode="json", exclude_none=True)}
-    return {"what": "configuration", **load_config(path).model_dump(mode="json", exclude_none=True)}
+    config = load_config(path)
+    sets = POST_QUANTUM if config.protection.post_quantum else DEFAULT
+    return {
+        "what": "configuration",
+        **_collusion(config.protection.models == "ckks"),
+        **({"parameters": sets.security} if config.protection.models == "ckks" else {}),
+        **config.model_dump(mode="json", exclude_none=True),
+    }
+
+
+def _collusion(encrypted: bool) -> Document:
+    """What has to be said wherever CKKS protects something."""
+    return {"collusion": COLLUSION} if encrypted else {}
 
 
 def _ledger(path: Path) -> Document:
     summary = verify_ledger(path)
     several = len(summary.accounts) > 1
+    encrypted = any(entry.protection == "ckks" for entry in summary.releases)
     return {
         "what": "ledger",
+        **_collusion(encrypted),
         "of": summary.name,
         "fingerprint": summary.fingerprint,
         "entries": summary.entries,
@@ -248,6 +271,7 @@ def _envelope(path: Path) -> Document:
         "bytes": len(data),
         "verified": False,
         "note": "the header is readable by anyone; signatures and content were not checked",
+        **_collusion(header.kind in (PayloadKind.GROUP_KEY, PayloadKind.ENCRYPTED_MODEL)),
         **header.model_dump(mode="json"),
     }
 
@@ -262,6 +286,11 @@ def _run(folder: Path) -> Document:
         "seed": result.seed,
         "rounds": len(result.rounds),
         "test_rows": result.test_rows,
+        **_collusion(any(one.protection == "ckks" for one in result.sums)),
+        "sums": [
+            {"round": one.round, "opened_by": one.opened_by, "silos": one.silos, "rows": one.rows}
+            for one in result.sums
+        ],
         "ledgers": {name: f"{count} entries, verified" for name, count in run.entries.items()},
         "silos": {
             row.name: {

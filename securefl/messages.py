@@ -95,12 +95,14 @@ class SumTerms(_Message):
     """How models are added up unseen, masked or under CKKS; every silo encodes alike.
 
     threshold: the fewest silos whose masked sum may become known (0 under CKKS, which cannot enforce one).
-    clip: the largest magnitude of a coordinate. bits: of a masked value. max_rows: the rows that
-    are weight 1. post_quantum: the CKKS set that is within the post-quantum bound. noise: on a masked sum,
-    whose silos then all have the same weight; its clip is that of the whole change.
+    degree: neighbours of a silo in a masked round; None: chosen by `crypto.graph`. clip: the largest
+    magnitude of a coordinate. bits: of a masked value. max_rows: the rows that are weight 1. post_quantum: the
+    CKKS set that is within the post-quantum bound. noise: on a masked sum, whose silos then all have the same
+    weight; its clip is that of the whole change.
     """
 
     threshold: int = Field(ge=0, le=256)
+    degree: int | None = Field(ge=2, le=256)
     clip: float = Field(gt=0)
     bits: int = Field(ge=16, le=32)
     max_rows: int = Field(ge=1, le=10**9)

@@ -119,7 +119,7 @@ class DistributedNoise(_Claim):
     """
 
     mechanism: Literal["distributed-discrete-gaussian"] = "distributed-discrete-gaussian"
-    epsilon: float = Field(gt=0)
+    epsilon: float = Field(ge=0)
     delta: float = Field(gt=0, lt=1)
     rho: float = Field(gt=0)
     clip: float = Field(gt=0)
@@ -146,7 +146,7 @@ CLAIM: TypeAdapter[Claim] = TypeAdapter(PrivacyClaim)
 class Limits:
     """Sizes that a receiver accepts; each is checked before anything of that size is allocated.
 
-    max_bytes: the whole body. 768 MiB holds 190 million parameters in float32, or all 22.7 million of
+    max_bytes: the whole body, sealed in an envelope too. 768 MiB holds 190 million parameters in float32, or all 22.7 million of
     all-MiniLM-L6-v2 under CKKS (684 MB).
     max_header: the JSON that describes the tensors. 1 MiB is some 8,000 tensors.
     max_tensors: more than any model this package trains has.

@@ -20,6 +20,7 @@ from securefl.agreement import (
     SEALED_KEY,
     UPDATE,
     WEIGHT,
+    check_sum_chunks,
     ckks_terms,
     fixed_points,
     key_maker,
@@ -118,7 +119,8 @@ class MaskedSummation:
         length = sum(array.size for array in model.values())
         self._mechanism = mechanism_of(plan, length)
         self._claim: Claim | None = None
-        self._machine = MaskingServer(roster, masked_terms(plan, length))
+        degree = None if plan.sums is None else plan.sums.degree
+        self._machine = MaskingServer(roster, masked_terms(plan, length), degree=degree)
         self._outgoing: dict[str, Message] = {}
         self._all: Message | None = None
         self._concerned: set[str] = set(roster)
@@ -219,10 +221,20 @@ class MaskedSummation:
             due = distributed_noise.claim(self._mechanism, _NOBODYS).model_dump()
         given = answer.release.claim
         stated = {**given.model_dump(), **{key: due[key] for key in _SOURCE & due.keys()}}
-        if stated != due:
+        if not _same(stated, due):
             raise PayloadError(f"{answer.name} makes another claim for its masked model than was agreed")
         if self._claim is None or getattr(given, "simulated", False):
             self._claim = given
+
+
+def _same(stated: Mapping[str, Any], due: Mapping[str, Any]) -> bool:
+    """Equal up to rounding, which differs between machines' mathematics libraries."""
+    return stated.keys() == due.keys() and all(
+        math.isclose(stated[key], value, rel_tol=1e-9)
+        if type(value) is float and type(stated[key]) is float
+        else stated[key] == value
+        for key, value in due.items()
+    )
 
 
 class EncryptedSummation:
@@ -232,6 +244,7 @@ class EncryptedSummation:
         """plan: of any step of the run; length: values of a model."""
         assert plan.sums is not None
         self._roster, self._maker = roster, key_maker(plan.cohort).name
+        self._claim = summed_claim(plan)
         self._terms = ckks_terms(plan.sums, length, len(plan.cohort))
         self._key: Tensors = {}
         self._sum = RunningSum(self._terms)
@@ -252,6 +265,9 @@ class EncryptedSummation:
     def receive(self, step: Step, answer: Answer) -> None:
         if step is not Step.TRAIN:
             raise WrongRound(f"{step} has nothing to add to an encrypted sum")
+        check_sum_chunks(answer.release.tensors, self._terms)  # a part alone would spoil the sum for all
+        if answer.release.claim != self._claim:
+            raise PayloadError(f"{answer.name} makes another claim for its encrypted model than was agreed")
         self._sum.add(Signed(answer.verified, answer.release.tensors))
 
     def close(self, step: Step) -> None:

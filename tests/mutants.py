@@ -7,6 +7,7 @@ Everything is drawn from the `random.Random` that is given. Nothing here judges;
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import json
@@ -199,6 +200,59 @@ def mutate_json(rng: random.Random, document: Any, sort: bool = True) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def mutate_document(rng: random.Random, document: Any, others: Sequence[Any]) -> bytes:
+    """The JSON text of a message with one thing off: bytes in base64, a list, a part of another message's."""
+    found = list(paths(document))
+    match rng.randrange(6):
+        case 0:
+            return mutate_json(rng, document)
+        case 1:
+            texts = [path for path in found if isinstance(at(document, path), str)]
+            path = rng.choice(texts or [()])
+            try:
+                inside = base64.urlsafe_b64decode(str(at(document, path)))
+            except ValueError:
+                inside = b""
+            changed = mutate_bytes(rng, inside, [bytes(len(inside))])
+            document = put(document, path, base64.urlsafe_b64encode(changed).decode())
+        case 2:
+            lists = [path for path in found if isinstance(at(document, path), list)]
+            if lists:
+                path = rng.choice(lists)
+                document = put(document, path, _mutated_list(rng, at(document, path)))
+        case 3:
+            path, other = rng.choice(found), rng.choice(others)
+            if path in set(paths(other)):
+                document = put(document, path, at(other, path))
+        case 4:
+            path, whence = rng.choice(found), rng.choice(found)
+            document = put(document, path, at(document, whence))
+        case _:
+            numbers = [path for path in found if isinstance(at(document, path), int)]
+            path = rng.choice(numbers or found)
+            document = put(document, path, _perturbed(rng, at(document, path)))
+    return canonical_json(document)
+
+
+def _mutated_list(rng: random.Random, values: list[Any]) -> list[Any]:
+    """Another order, one fewer, one twice, one of them another's, or far too many."""
+    if not values:
+        return [rng.choice(("f" * 64, 0, {}, []))]
+    place = rng.randrange(len(values))
+    rest = values[:place] + values[place + 1 :]
+    return rng.choice(
+        (
+            values[::-1],
+            rest,
+            rest,
+            [*values, values[place]],
+            sorted([*rest, rng.choice(values)], key=repr),
+            [rng.choice(values) if one is values[place] else one for one in values],
+            values * rng.choice((2, 400)),
+        )
+    )
+
+
 # --- bodies: 8 bytes of size, a JSON header, the arrays
 
 
@@ -269,6 +323,20 @@ def mutate_body(rng: random.Random, body: bytes, others: Sequence[bytes]) -> byt
             return with_document(other_header, canonical_json(document), other_arrays)
         case _:
             return with_document(header, mutate_json(rng, document), arrays)
+
+
+def with_row(body: bytes, name: str, row: bytes) -> bytes:
+    """The body, whose arrays are all rows of uint8, with other bytes as the one of that name."""
+    header, _, arrays = unframe(body)
+    offsets = {key: entry["data_offsets"] for key, entry in header.items() if key != "__metadata__"}
+    rows = {key: arrays[first:last] for key, (first, last) in offsets.items()} | {name: row}
+    joined, spot = b"", 0
+    for key in sorted(rows):
+        size = len(rows[key])
+        header[key] = {"dtype": "U8", "shape": [size], "data_offsets": [spot, spot + size]}
+        joined, spot = joined + rows[key], spot + size
+    ordered = {key: header[key] for key in ("__metadata__", *sorted(rows))}
+    return frame(json.dumps(ordered, separators=(",", ":"), ensure_ascii=False).encode(), joined)
 
 
 def with_document(header: dict[str, Any], document: bytes, arrays: bytes) -> bytes:
@@ -365,7 +433,7 @@ def mutate_layout(rng: random.Random, data: bytes, others: Sequence[bytes]) -> b
             which = rng.choice((0, 1, 4, 5, len(pieces) - 3))
             old = pieces[which]
             size = int.from_bytes(old, "big")
-            lie = rng.choice((*_SIZES, 15, 16, 2**29 + 16, 2**29 + 17, size + 1, size - 1, size * 2))
+            lie = rng.choice((*_SIZES, 15, 16, 768 * 2**20 + 16, 768 * 2**20 + 17, size + 1, size - 1, size * 2))
             pieces[which] = (max(lie, 0) % 256 ** len(old)).to_bytes(len(old), "big")
             return b"".join(pieces)
         case 1:

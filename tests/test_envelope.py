@@ -456,7 +456,7 @@ def test_declared_sizes_are_refused_before_anything_is_read() -> None:
         with pytest.raises(TooLarge, match="header"):
             read_header(GOOD[:8] + size.to_bytes(4, "big") + GOOD[12:])
     start, end = REGIONS["body length"]
-    for size in (512 * 2**20 + 17, 2**64 - 1):
+    for size in (768 * 2**20 + 17, 2**64 - 1):
         with pytest.raises(TooLarge, match="body"):
             verify(GOOD[:start] + size.to_bytes(8, "big") + GOOD[end:], ROSTER)
     for size in range(16):

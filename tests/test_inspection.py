@@ -14,10 +14,13 @@ import pytest
 
 from attacks.runs import Run
 from securefl.cli import app
+from securefl.config import load_config
 from securefl.console import run_app
+from securefl.crypto.ckks_terms import COLLUSION, POST_QUANTUM
 from securefl.crypto.identity import Identity
 from securefl.crypto.statements import Revocation, Rotation
 from securefl.crypto.trust import TrustStore
+from securefl.data import load_corpus
 from securefl.errors import ConfigError, ProtocolError, UsageError
 from securefl.inspection import inspect_path, verify_run
 from securefl.ledger import Ledger
@@ -27,6 +30,7 @@ from securefl.policy import Policy
 from securefl.receipt import make_receipt
 from securefl.release import NonPrivate, PayloadKind, Release, encode_release
 from securefl.result import Result, ServerRow, parse_result
+from securefl.simulation import Simulation
 from securefl.state import StateFolder
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
@@ -306,3 +310,43 @@ def test_the_truth_is_its_owners_alone(whole: Path) -> None:
     assert {path.name for path in paths} >= {"truth", "silo-1", "rows.jsonl", "r002-share.json", "pool.jsonl"}
     for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_the_limit_of_ckks_is_said_wherever_it_protects(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[federation]\nmethod = "fedavg"\nrounds = 1\n[protection]\nmodels = "ckks"\npost_quantum = true\n'
+        f'[data]\ntrain = "{tiny_data / "train.csv"}"\ntest = "{tiny_data / "test.csv"}"\n'
+        'split = { by = "dirichlet", silos = 3, alpha = 2.0, min_rows = 12 }\n'
+        f'[slm]\nmodels = ["{tiny_encoder}"]\nmax_length = 16\nepochs = 1\n'
+    )
+    config = load_config(file)
+    Simulation(config, load_corpus(config), tmp_path / "run").run()
+    shown = inspect_path(file)
+    assert shown["parameters"] == POST_QUANTUM.security
+    for document in (
+        shown,
+        inspect_path(tmp_path / "run"),
+        inspect_path(tmp_path / "run/ledger/silo-2.jsonl"),
+    ):
+        assert document["collusion"] == COLLUSION
+    run = inspect_path(tmp_path / "run")
+    assert [(one["round"], sorted(one["opened_by"])) for one in run["sums"]] == [
+        (1, ["silo-1", "silo-2", "silo-3"])
+    ]
+    page = (tmp_path / "run/report.html").read_text()
+    assert "any one silo together with the server" in page
+    assert not (tmp_path / "run/releases/server/r002-model.safetensors").exists(), "the server has no model"
+    # A sum that was changed, or is not of the run, is noticed.
+    path = tmp_path / "run/releases/sums/r001-sum.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    with pytest.raises(ProtocolError, match="its hash is not the one recorded for round 1"):
+        inspect_path(tmp_path / "run")
+    path.rename(path.with_name("r007-sum.safetensors"))
+    with pytest.raises(ProtocolError, match="none of the sums"):
+        inspect_path(tmp_path / "run")
+    path.with_name("r007-sum.safetensors").unlink()
+    with pytest.raises(ProtocolError, match="recorded sum missing"):
+        inspect_path(tmp_path / "run")

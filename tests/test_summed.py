@@ -21,6 +21,7 @@ from securefl.agreement import SEALED_KEY, check_cohort, sum_terms
 from securefl.client import Client
 from securefl.config import Config, parse_config
 from securefl.crypto import envelope
+from securefl.crypto.masking_messages import ShareMessage
 from securefl.errors import (
     ConfigError,
     MalformedEnvelope,
@@ -834,3 +835,30 @@ def test_a_wrong_kind_is_refused(masked: Parties) -> None:
     release = Release(PayloadKind.MODEL, dict(masked.server.model), {"rows": 3}, NonPrivate(reason="x"))
     with pytest.raises(MalformedEnvelope, match="advert was due"):
         masked.server.receive(_from(masked, "silo-1", release))
+
+
+# --- the graph
+
+
+def test_a_sparser_graph_gives_the_same_sum(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, alone: tuple[dict[str, Tensors], dict[str, float]]
+) -> None:
+    """On a ring of four each silo masks with two others; the server must agree on it."""
+    parties = make_parties(config_of(tiny_encoder, tiny_data, "masked", protection={"degree": 2}), tmp_path)
+    step(parties)
+    for name, plan in parties.server.outgoing().items():
+        answer = parties.clients[name].handle(plan)
+        dealt = ShareMessage.from_tensors(_opened_by_server(parties, answer).tensors)
+        assert len(dealt.deals) == 3, "itself and two neighbours"
+        parties.server.receive(answer)
+    parties.server.close_step()
+    for _ in range(3):
+        step(parties)
+    (opened,) = parties.server.sums
+    assert opened.resolution is not None
+    assert_close(parties.server.model, weighted_mean(*alone), opened.resolution)
+
+
+def test_an_odd_degree_is_no_ring(tiny_encoder: Path, tiny_data: Path) -> None:
+    with pytest.raises(ConfigError, match=r"protection\.degree"):
+        check_cohort(config_of(tiny_encoder, tiny_data, "masked", protection={"degree": 3}), 7)

@@ -14,7 +14,7 @@ silo: it has no serialiser, and no message to the server may be made from it.
 
 Nothing parses ciphertext bytes but the methods that take a `Signed`, and a `Signed` is made from an envelope
 whose signatures hold. SEAL parses some altered ciphertexts without complaint, and they decrypt to 1e31: the
-signature is checked before, sizes and form next, the magnitude after decryption.
+signature is checked before, sizes and form next (`ckks_format`), the magnitude after decryption.
 
 Threads do not help here: TenSEAL holds the interpreter's lock while it encrypts, and its own pool does not
 reach vectors. One ciphertext is one TenSEAL vector, since it writes a warning to stdout for longer ones.
@@ -33,7 +33,7 @@ import numpy as np
 import tenseal
 from numpy.typing import NDArray
 
-from securefl.crypto import envelope
+from securefl.crypto import ckks_format, envelope
 from securefl.crypto.ckks_terms import CHUNK, DEFAULT, Parameters, Terms, chunk_name
 from securefl.crypto.envelope import Verified
 from securefl.crypto.identity import Identity, length_prefixed
@@ -52,7 +52,7 @@ from securefl.release import Independent, Limits, PayloadKind, Release, Tensors,
 
 _FRAME = 4  # bytes: the length before each ciphertext of a chunk
 _MAX_KEY = 2**22  # bytes of a serialised secret context: 61,816 at degree 4096, eight times that at 32768
-_NAME = re.compile(r"ckks\.(\d{6})")
+_NAME = re.compile(r"ckks\.([0-9]{6})")
 _WITHOUT_KEYS = {
     "save_public_key": False,
     "save_secret_key": False,
@@ -146,11 +146,10 @@ def open_group_key(verified: Verified, me: Identity, creator: Party, parameters:
         and release.tensors["context"].dtype == np.uint8
     ):
         try:
-            context = tenseal.context_from(release.tensors["context"].tobytes(), 1)
-            # Written again here without keys, it must be the context of these parameters and no other.
-            matches = context.has_secret_key() and (
-                bytes(_quiet(context, parameters).serialize(**_WITHOUT_KEYS)) == public_context(parameters)
-            )
+            sent = release.tensors["context"].tobytes()
+            own = ckks_format.secret_context(sent, public_context(parameters), parameters)
+            context = _quiet(tenseal.context_from(own, 1), parameters)
+            matches = context.has_secret_key()
         except _CPP_ERRORS:
             matches = False
         context = context if matches else None
@@ -277,16 +276,8 @@ def _parse(context: Any, signed: Signed, index: int, terms: Terms) -> list[Any]:
     vectors = []
     for frame in _frames(signed.chunks[index], index, terms, signed.sender):
         try:
-            vector = tenseal.ckks_vector_from(context, frame)
-            parts = vector.ciphertext()
-            sound = (
-                len(parts) == 1
-                and vector.size() == terms.parameters.slots
-                and parts[0].size() == 2
-                and parts[0].is_ntt_form()
-                and not parts[0].is_transparent()
-                and parts[0].scale == 2.0**terms.parameters.scale_bits
-            )
+            vector = tenseal.ckks_vector_from(context, ckks_format.ciphertext(frame, terms.parameters))
+            sound = not vector.ciphertext()[0].is_transparent()
         except _CPP_ERRORS:
             sound = False
         if not sound:

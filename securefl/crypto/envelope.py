@@ -47,6 +47,7 @@ from securefl.errors import (
 )
 from securefl.files import read_limited, write_atomic
 from securefl.messages import FINGERPRINT, RUN, Header, Party
+from securefl.release import Limits as BodyLimits
 from securefl.release import canonical_json
 
 MAGIC = b"SECUREFL"
@@ -67,13 +68,12 @@ class Limits:
 
     max_header: 64 KiB; 256 recipients with the longest names take 38 KiB.
     max_recipients: 256, the largest cohort; each costs 1170 bytes and 0.1 ms.
-    max_body: 512 MiB, as `release.Limits`: a 110-million-parameter model in float32 with room. It also
-    keeps one encryption below the 2 GiB that the AES-GCM of `cryptography` takes at once.
+    max_body: as `release.Limits`. It also keeps one encryption below the 2 GiB that the AES-GCM of `cryptography` takes at once.
     """
 
     max_header: int = 64 * 2**10
     max_recipients: int = 256
-    max_body: int = 512 * 2**20
+    max_body: int = BodyLimits().max_bytes
 
     @property
     def max_envelope(self) -> int:

@@ -1,7 +1,7 @@
 """Who masks with whom: everybody up to 64 silos, above that a k-regular graph drawn from the round's digest.
 
 The graph is a Harary graph on a random permutation, as in Bell, Bonawitz, Gascon, Lepoint and Raykova 2020
-("Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", section 3): the silos on a ring in the
+("Secure Single-Server Aggregation with (Poly)Logarithmic Overhead"): the silos on a ring in the
 order of SHA-256(label, digest, fingerprint), each joined to the k/2 before and the k/2 after it. The digest
 is over all signed advertisements, so every silo computes the graph itself, the same on every machine, and the
 server does not choose it. No messages, no keys.
@@ -16,7 +16,7 @@ events may each break a round (their definition of a good graph):
   E3  a neighbourhood with fewer than t left, whose masks cannot be removed (the round aborts):
       n P[Hypergeometric(n - 1, d, k) >= k + 1 - (t - 1)]
 with Hypergeometric(N, K, k) the marked ones among k drawn of N of which K are marked. By Hoeffding 1963
-(theorems 1 and 4) P[Hypergeometric(N, K, k) >= s] <= exp(-k D(s/k || K/N)) for s/k > K/N, with
+P[Hypergeometric(N, K, k) >= s] <= exp(-k D(s/k || K/N)) for s/k > K/N, with
 D(a || b) = a ln(a/b) + (1 - a) ln((1 - a)/(1 - b)), so k = O(log n) is enough. `degree_for` takes the least
 even k at which E1 + E2 + E3, in exact integers, are at most 2^-40; where none below n - 1 is enough, the
 graph is complete.

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import pairwise
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ def _exactly(size: int) -> Any:
 
 
 Silo = Annotated[str, Field(pattern=FINGERPRINT)]
-Silos = Annotated[tuple[Silo, ...], Field(max_length=MAX_SILOS), AfterValidator(_ascending)]
+Silos = Annotated[tuple[Silo, ...], Field(max_length=MAX_SILOS, fail_fast=True), AfterValidator(_ascending)]
 Digest = Annotated[bytes, _exactly(32)]
 PublicKey = Annotated[bytes, _exactly(PUBLIC_KEY)]
 Signature = Annotated[bytes, _exactly(SIGNATURE)]
@@ -121,6 +121,8 @@ class Message(_Strict):
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """The inverse of `document`. Raises PayloadError, which quotes nothing, for anything else."""
+        if not _fits(document, cls):
+            raise PayloadError(f"the {cls._title()} lacks a field, or has one that it should not have")
         message, fault = None, "document"
         try:
             message = cls.model_validate_json(canonical_json(dict(document)))
@@ -154,12 +156,36 @@ def _document(array: NDArray[Any], title: str) -> dict[str, Any]:
         raise WrongShape(f"the {title} is not one row of bytes")
     if array.size > MAX_DOCUMENT:
         raise TooLarge(f"the {title} has {array.size} bytes, above the limit of {MAX_DOCUMENT}")
-    document = None
-    with suppress(ValueError):
-        document = parse_json(array.tobytes())
+    document, data, canonical = None, array.tobytes(), False
+    with suppress(ValueError, RecursionError):
+        document = parse_json(data)
+        canonical = canonical_json(document) == data
     if not isinstance(document, dict):
         raise PayloadError(f"the {title} is not a JSON object")
+    if not canonical:
+        raise PayloadError(f"the {title} is not in its canonical encoding")
     return document
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value has the fields of a message, with lists, objects and scalars where they belong.
+
+    Each fault that pydantic finds in an object costs a copy of all that is in it: without this, and without
+    stopping at a list's first fault, a message that is none would cost hundreds of times its bytes.
+    """
+    if get_origin(kind) is Annotated:
+        return _fits(value, get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        return isinstance(value, list) and len(value) <= MAX_SILOS and all(_fits(one, inner) for one in value)
+    if isinstance(kind, type) and issubclass(kind, Message):
+        fields = kind.model_fields
+        return (
+            isinstance(value, dict)
+            and value.keys() == fields.keys()
+            and all(_fits(value[name], field.annotation) for name, field in fields.items())
+        )
+    return isinstance(value, str | int)
 
 
 def _statement(*parts: bytes | str | int) -> bytes:
@@ -205,7 +231,7 @@ class Advert(Message):
 class AdvertList(Message):
     """The adverts of a round, as the server relays them."""
 
-    adverts: tuple[Advert, ...] = Field(max_length=MAX_SILOS)
+    adverts: tuple[Advert, ...] = Field(max_length=MAX_SILOS, fail_fast=True)
 
     @model_validator(mode="after")
     def _order(self) -> Self:
@@ -259,7 +285,7 @@ class ShareMessage(Message):
     adverts: Digest
     dealer: Silo
     blind_hash: Digest
-    deals: tuple[Deal, ...] = Field(max_length=MAX_SILOS)
+    deals: tuple[Deal, ...] = Field(max_length=MAX_SILOS, fail_fast=True)
     signature: Signature
 
     @model_validator(mode="after")
@@ -294,7 +320,7 @@ class Dealing(Message):
     adverts: Digest
     dealer: Silo
     blind_hash: Digest
-    leaves: tuple[Digest, ...] = Field(max_length=MAX_SILOS)
+    leaves: tuple[Digest, ...] = Field(max_length=MAX_SILOS, fail_fast=True)
     deal: Deal
     signature: Signature
 
@@ -307,7 +333,7 @@ class Delivery(Message):
     """To one client: who shared (U1), and the deals for it of those of its neighbours who did."""
 
     shared: Silos
-    dealings: tuple[Dealing, ...] = Field(max_length=MAX_SILOS)
+    dealings: tuple[Dealing, ...] = Field(max_length=MAX_SILOS, fail_fast=True)
 
     @model_validator(mode="after")
     def _order(self) -> Self:
@@ -389,7 +415,7 @@ class UnmaskRequest(Message):
 
     survivors: Silos
     dropped: Silos
-    signatures: tuple[SurvivorSignature, ...] = Field(max_length=MAX_SILOS)
+    signatures: tuple[SurvivorSignature, ...] = Field(max_length=MAX_SILOS, fail_fast=True)
 
     @model_validator(mode="after")
     def _order(self) -> Self:
@@ -412,8 +438,8 @@ class Unmasking(Message):
     """
 
     adverts: Digest
-    blinds: tuple[GivenShare, ...] = Field(max_length=MAX_SILOS)
-    roots: tuple[GivenShare, ...] = Field(max_length=MAX_SILOS)
+    blinds: tuple[GivenShare, ...] = Field(max_length=MAX_SILOS, fail_fast=True)
+    roots: tuple[GivenShare, ...] = Field(max_length=MAX_SILOS, fail_fast=True)
     faults: Silos = ()
 
     @model_validator(mode="after")

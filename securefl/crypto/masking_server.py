@@ -311,6 +311,9 @@ class MaskingServer:
         for given, allowed in ((message.blinds, self._inputs), (message.roots, near - self._inputs)):
             if not {one.dealer for one in given} <= near & allowed:
                 raise PayloadError(f"{name} gave shares of silos that it was not asked for")
+        given_of = {one.dealer for one in (*message.blinds, *message.roots)}
+        if not set(message.faults) <= near - given_of - {sender}:
+            raise PayloadError(f"{name} reports bad shares of silos that dealt it none, or that it gave on")
         faults = [f"{name} says that {self._name(dealer)} dealt it a bad share" for dealer in message.faults]
         blinds = [one for one in message.blinds if self._committed(sender, one, "blind", faults)]
         roots = [one for one in message.roots if self._committed(sender, one, "root", faults)]

@@ -289,6 +289,11 @@ def _departure_sentences(results: Sequence[Result]) -> list[str]:
         place = "" if len(results) == 1 else f"In {place}, "
         sentence = f"{place}{readers} could read {listing(words)}."
         sentences.append(sentence[0].upper() + sentence[1:])
+    opened = {one.protection for result in results for one in result.sums}
+    if "masked" in opened:
+        sentences.append("Of masked weights the server opened the sums over silos, listed below.")
+    if "ckks" in opened:
+        sentences.append("Of encrypted weights the silos opened the sums over silos, listed below.")
     clients = [client for result in results for client in result.clients]
     bounded = [client for client in clients if client.private_epsilon is not None]
     if bounded:

@@ -142,36 +142,31 @@ def _releases_table(result: Result) -> Table:
 
 def _sums_table(results: Sequence[Result]) -> Table:
     """Which sums were opened, by whom, and how exact they are."""
+    known = [one for r in results for one in r.sums]
+    noised, faulty = any(one.noise is not None for one in known), any(one.faults for one in known)
     rows: list[tuple[Cell | str, ...]] = []
     for r in results:
         for one in r.sums:
             by = digest.parties(one.opened_by, "", [client.name for client in r.clients])
+            by = by.replace("the other silos", "every silo")
             least = f"{one.threshold} of {len(r.clients)}" if one.protection == "masked" else "not enforced"
             rows.append((
                 run_name(r), str(one.round), one.protection, by, Cell(listing(one.silos)), least,
                 "hidden" if one.rows is None else f"{one.rows:,}", f"{one.resolution:.1e}",
-                "–" if one.noise is None else f"{one.noise:.1e}",
-                Cell("; ".join(clean(fault, 200) for fault in one.faults) or "–"),
+                *(["–" if one.noise is None else f"{one.noise:.1e}"] if noised else []),
+                *([Cell("; ".join(clean(fault, 200) for fault in one.faults) or "–")] if faulty else []),
             ))  # fmt: skip
+    heads = ["Run", "Round", "Protection", "Opened by", "Silos in it", "Needed", "Rows", "Error"]
+    note = "Error: the largest that the encoding makes in a weight of the mean."
+    if noised:
+        note += " Noise: its standard deviation there, where the silos added some."
     return Table(
-        "Sums that were opened: of no single silo's weights anything else became known",
-        (
-            "Run",
-            "Round",
-            "Protection",
-            "Opened by",
-            "Silos in it",
-            "Needed",
-            "Rows",
-            "Error at most",
-            "Noise",
-            "Faults",
-        ),
+        "Sums that were opened; of a single silo's weights nothing else became known",
+        (*heads, *(["Noise"] if noised else []), *(["Faults"] if faulty else [])),
         tuple(rows),
-        numeric=frozenset({1, 6, 7, 8}),
-        wrap=frozenset({4, 9}),
-        note="Error: the largest that the encoding makes in a weight of the mean. Noise: its standard "
-        "deviation there, where the silos added some.",
+        numeric=frozenset({1, 6, 7, *([8] if noised else [])}),
+        wrap=frozenset({4, *([len(heads) + noised] if faulty else [])}),
+        note=note,
     )
 
 

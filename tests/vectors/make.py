@@ -20,13 +20,13 @@ from securefl.crypto.identity import Identity
 from securefl.messages import SUITE, Header
 from securefl.release import canonical_json
 from tests.mutants import Layout, forge, sign
-from tests.vectors import make_bodies, make_ledgers, make_masking, make_statements
+from tests.vectors import make_bodies, make_ledgers, make_masking, make_rounds, make_statements
 from tests.vectors.people import ALICE, AMY, BOB, CAROL, EVE, OTHER_ALICE, identities
 
 FOLDER = Path(__file__).parent
 RUN = "0123456789abcdef" * 2
 ROSTER = ["alice", "bob", "carol"]
-MAX_BODY = 2**29 + 16
+MAX_BODY = 768 * 2**20 + 16
 
 
 def _party(one: Identity) -> dict[str, str]:
@@ -322,7 +322,7 @@ def main() -> None:
         ("body-1.json", make_bodies.bodies),
         ("statements-1.json", make_statements.statements),
         ("masking-1.json", make_masking.derivations),
-        ("masked-round-1.json", make_masking.masked_round),
+        ("masked-round-1.json", make_rounds.masked_round),
     ):
         if not (FOLDER / name).exists():
             _write(name, make())

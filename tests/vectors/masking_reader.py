@@ -357,7 +357,7 @@ def read_message(what: str, text: bytes, keys: Keys) -> dict[str, Any]:
         message = strict(text)
     except ValueError:
         raise Refusal("PayloadError") from None
-    require(_has(message, FORMS[what]), "PayloadError")
+    require(_has(message, FORMS[what]) and canonical(message) == text, "PayloadError")
     if what == "unmasking":
         both = {one["dealer"] for one in message["blinds"]} & {one["dealer"] for one in message["roots"]}
         require(not both, "PayloadError")

@@ -185,7 +185,7 @@ def open_envelope(data: bytes, roster: Mapping[str, Keys], me: str, seeds: Keys)
     for _ in header["recipients"]:
         require(int.from_bytes(take(2), "big") == 1168, "MalformedEnvelope")
         sealed.append(take(1168))
-    size = number(8, 536_870_928)
+    size = number(8, 805_306_384)
     require(size >= 16, "MalformedEnvelope")
     ciphertext, end = take(size), place
     signatures = take(64), take(3309)
