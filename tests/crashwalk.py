@@ -26,6 +26,7 @@ from securefl.client import Client
 from securefl.crypto import envelope
 from securefl.errors import AwaitingApproval
 from securefl.ledger import Ledger, verify_ledger
+from securefl.messages import Step
 from securefl.privacy import Noise, noise_source
 from securefl.release import PayloadKind, fingerprint
 from securefl.state import StateFolder
@@ -127,6 +128,7 @@ def walk(
 
         def answer(pipe: int, point: int = point, place: Path = place) -> None:
             running, _ = restarted(client, place)
+            running._contributor = client._contributor  # until it is killed it has the masks of its round
             send = os.write
             arm(point)
             with contextlib.suppress(AwaitingApproval):
@@ -207,6 +209,8 @@ def main(case: str, encoder: str, data: str, place: str) -> None:
             "federation": {"method": "fedkc"},
             "privacy": {"centroids": {"epsilon": 4.0, "clip": 5.0, "min_size": 2}},
         }
+    elif case == "masked model":
+        changes["protection"] = {"models": "masked"}
     elif case == "own model":
         changes = {"federation": {"method": "datafree-kd"}}
     elif case == "refusal":
@@ -223,6 +227,8 @@ def main(case: str, encoder: str, data: str, place: str) -> None:
     parties = make_parties(tiny_config(Path(encoder), Path(data), **changes), folder, train, **policy)
     if case == "noisy share":
         parties.play(lambda server: server.round == 2)
+    elif case == "masked model":
+        parties.play(lambda server: server.step is Step.TRAIN)
     plan = parties.server.outgoing()[SILO]
     later = None
     if case in ("plain", "own model"):  # the plan of the next round, as an honest server would make it

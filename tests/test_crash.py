@@ -80,6 +80,16 @@ def test_a_model_that_no_plan_brings_again(tiny_encoder: Path, tiny_data: Path, 
     assert points[-1]["model"] != points[-1]["start"]
 
 
+def test_a_masked_model(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """The masks die with the process: what was charged goes out again, else the silo sits the round out."""
+    points = _walk("masked model", tiny_encoder, tiny_data, tmp_path)
+    _check_one_answer(points)
+    for point in points:
+        # The advert and the shares, and then the masked model or the refusal: never two masked models.
+        due = (3, 0) if point["charged"] else (2, 1)
+        assert (point["releases"], point["refusals"]) == due
+
+
 def test_a_refusal(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
     points = _walk("refusal", tiny_encoder, tiny_data, tmp_path)
     _check_one_answer(points)

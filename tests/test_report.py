@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from securefl.crypto.ckks_terms import COLLUSION
 from securefl.report import digest, page
 from securefl.report.render import (
     accuracy_table,
@@ -23,7 +25,7 @@ from securefl.report.render import (
     write_comparison_report,
     write_run_report,
 )
-from securefl.result import Difference, Result
+from securefl.result import Difference, Result, SumRow
 from tests.samples import EXACT, SILOS, make_result, make_results
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -438,3 +440,51 @@ def test_difference_reads_better_worse_or_within_noise(tmp_path: Path) -> None:
     assert '<span class="badge good">better</span>' in shown(0.05, (0.01, 0.09), False)
     assert '<span class="badge bad">worse</span>' in shown(-0.05, (-0.09, -0.01), False)
     assert '<span class="badge caution">within noise</span>' in shown(0.01, (-0.01, 0.03), True)
+
+
+def _sums(**changes: Any) -> Result:
+    fields = {
+        "round": 1,
+        "protection": "masked",
+        "opened_by": ["server"],
+        "silos": list(SILOS[:3]),
+        "threshold": 3,
+        "rows": 4321,
+        "resolution": 3.2e-7,
+        "claim": EXACT,
+        "sha256": "ab" * 32,
+        **changes,
+    }
+    return make_result().model_copy(update={"sums": [SumRow.model_validate(fields)]})
+
+
+def test_opened_sums_say_by_whom_and_over_whom(tmp_path: Path) -> None:
+    text = _page(_sums(), tmp_path)
+    for part in (
+        "Sums that were opened",
+        "the server",
+        "silo-1, silo-2 and silo-3",
+        "3 of 4",
+        "4,321",
+        "3.2e-07",
+    ):
+        assert part in text
+    assert "Noise" not in text.split("Sums that were opened")[1].split("Why there is")[0]
+    assert "Of masked weights the server opened the sums" in text
+
+
+def test_noise_and_faults_have_a_column_where_there_are_some(tmp_path: Path) -> None:
+    text = _page(_sums(rows=None, noise=0.015, faults=["silo-2 gave a bad share of silo-3"]), tmp_path)
+    for part in ("hidden", "1.5e-02", "silo-2 gave a bad share of silo-3"):
+        assert part in text
+
+
+def test_encrypted_sums_state_the_limit_of_their_key(tmp_path: Path) -> None:
+    text = _page(_sums(protection="ckks", opened_by=list(SILOS), threshold=0), tmp_path)
+    for part in ("every silo", "not enforced", COLLUSION):
+        assert part in text
+
+
+def _page(result: Result, folder: Path) -> str:
+    write_run_report(result, folder / "page.html")
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html.unescape((folder / "page.html").read_text())))

@@ -40,6 +40,16 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "privacy": {"models": {"clip": 1.0, "epsilon": 6.0}},
     },
     "fedprox masked": {"federation": {"method": "fedprox"}, "protection": {"models": "masked"}},
+    "fedavg adapter masked": {
+        "federation": {"method": "fedavg"},
+        "slm": {"lora": {"r": 2}},
+        "protection": {"models": "masked"},
+    },
+    "fedprox adapter ckks": {
+        "federation": {"method": "fedprox"},
+        "slm": {"lora": {"r": 2}},
+        "protection": {"models": "ckks"},
+    },
     "fedkc masked": {"federation": {"method": "fedkc"}, "protection": {"models": "masked"}},
     "fedavg ckks": {"federation": {"method": "fedavg"}, "protection": {"models": "ckks"}},
     "fedkc ckks": {"federation": {"method": "fedkc"}, "protection": {"models": "ckks"}},
