@@ -144,6 +144,8 @@ class MaskedSummation:
             case Step.TRAIN:
                 self._check_claim(answer)
                 machine.receive_input(key, MaskedInput.from_tensors(arrays))
+                if self._claim is None or getattr(answer.release.claim, "simulated", False):
+                    self._claim = answer.release.claim  # only of what is in the sum
             case Step.SIGN:
                 machine.receive_signature(key, SurvivorSignature.from_tensors(arrays))
             case Step.UNMASK:
@@ -223,8 +225,6 @@ class MaskedSummation:
         stated = {**given.model_dump(), **{key: due[key] for key in _SOURCE & due.keys()}}
         if not _same(stated, due):
             raise PayloadError(f"{answer.name} makes another claim for its masked model than was agreed")
-        if self._claim is None or getattr(given, "simulated", False):
-            self._claim = given
 
 
 def _same(stated: Mapping[str, Any], due: Mapping[str, Any]) -> bool:

@@ -433,7 +433,9 @@ def mutate_layout(rng: random.Random, data: bytes, others: Sequence[bytes]) -> b
             which = rng.choice((0, 1, 4, 5, len(pieces) - 3))
             old = pieces[which]
             size = int.from_bytes(old, "big")
-            lie = rng.choice((*_SIZES, 15, 16, 768 * 2**20 + 16, 768 * 2**20 + 17, size + 1, size - 1, size * 2))
+            lie = rng.choice(
+                (*_SIZES, 15, 16, 768 * 2**20 + 16, 768 * 2**20 + 17, size + 1, size - 1, size * 2)
+            )
             pieces[which] = (max(lie, 0) % 256 ** len(old)).to_bytes(len(old), "big")
             return b"".join(pieces)
         case 1:

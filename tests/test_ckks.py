@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+import resource
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import tenseal
 from numpy.typing import NDArray
 
-from securefl.crypto import ckks, envelope
+from securefl.crypto import ckks, ckks_format, envelope
 from securefl.crypto.ckks import (
     DecryptedSum,
     GroupKey,
@@ -42,6 +46,7 @@ from securefl.errors import (
 )
 from securefl.messages import Header, Party
 from securefl.release import PayloadKind, decode, encode, encode_release
+from tests.fuzz.encrypted import bomb, packed, seal_object, unpacked
 
 SLOTS = 2048
 
@@ -473,3 +478,121 @@ def test_the_server_counts_silos_and_chunks(fed: Federation, monkeypatch: pytest
     with pytest.raises(PayloadError, match="hospital-c is one silo more"):
         total.add(sent[2][0])
     assert total.finish() == ("hospital-a", "hospital-b")
+
+
+# --- what mutants found, and one form for each ciphertext
+
+
+PARAMETERS = [
+    DEFAULT,
+    POST_QUANTUM,
+    Parameters(2048, (28, 25), 20),
+    Parameters(8192, (60, 60), 40),  # its objects take more than one block of zstd
+]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_what_is_unpacked_for_seal_is_the_same_to_it(parameters: Parameters) -> None:
+    terms = Terms(2 * parameters.slots - 1, silos=2, max_weight=1.0, clip=1.0, parameters=parameters)
+    key = GroupKey.generate(parameters)
+    (chunk,) = encrypt(key, terms, np.ones(terms.length), 1.0)
+    size = int.from_bytes(chunk[:4], "big")
+    frame = chunk[4 : 4 + size]
+    vector = tenseal.ckks_vector_from(key._context, ckks_format.ciphertext(frame, parameters))
+    assert bytes(vector.serialize()) == frame
+    secret = group_key_release(key, {}).tensors["context"].tobytes()
+    own = ckks_format.secret_context(secret, public_context(parameters), parameters)
+    again = tenseal.context_from(own, 1)
+    assert bytes(tenseal.ckks_vector_from(again, frame).serialize()) == frame
+    assert tenseal.ckks_vector_from(again, frame).decrypt() == pytest.approx(
+        [1.0] * parameters.slots, abs=1e-2
+    )
+
+
+def _object(frame: bytes) -> tuple[bytes, bytes, bytes]:
+    """What is before, in and after the object of SEAL in a message of TenSEAL."""
+    start, end = seal_object(frame)
+    return frame[:start], frame[start:end], frame[end:]
+
+
+def _around(frame: bytes, inside: bytes) -> bytes:
+    """The message with another object in it; the two bytes of its slots stay, its length is written anew."""
+    before, _, after = _object(frame)
+    size = len(inside)
+    return before[:5] + bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + inside + after
+
+
+PLAIN = 97 + 16 * DEFAULT.poly_modulus_degree  # bytes of a ciphertext before it is compressed
+OTHER_FORMS: dict[str, Callable[[bytes], bytes]] = {
+    "two sizes": lambda f: b"\x0a\x04\x80\x08\x80\x08" + f[4:],
+    "a size of nothing": lambda f: b"\x0a\x03\x80\x10\x00" + f[4:],
+    "a size of 33 bits": lambda f: b"\x0a\x05\x80\x90\x80\x80\x10" + f[4:],
+    "another scale": lambda f: f[:-8] + struct.pack("<d", 2.0**31),
+    "no scale": lambda f: f[:-9],
+    "two scales": lambda f: f + f[-9:],
+    "a field more": lambda f: f + b"\x22\x03abc",
+    "uncompressed": lambda f: _around(f, packed(_object(f)[1][3:5], 0, unpacked(_object(f)[1], PLAIN))),
+    "zlib": lambda f: _around(
+        f, packed(_object(f)[1][3:5], 1, zlib.compress(unpacked(_object(f)[1], PLAIN)))
+    ),
+    "bytes after the end": lambda f: _around(f, packed(_object(f)[1][3:5], 2, _object(f)[1][16:] + b"\0")),
+    "reserved bytes": lambda f: _around(f, _object(f)[1][:6] + b"\1\0" + _object(f)[1][8:]),
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_what_seal_reads_but_does_not_write_is_refused(fed: Federation, form: str) -> None:
+    """A first vector of two sizes made the sum one that no silo could open."""
+    terms = small(SLOTS - 1)
+    (chunk,) = encrypt(fed.key, terms, np.ones(terms.length), 1.0)
+    assert _around(chunk[4:], _object(chunk[4:])[1]) == chunk[4:]
+    altered = length_prefixed(OTHER_FORMS[form](chunk[4:]))
+    for take in (RunningSum(terms).add, lambda signed: decrypt_sum(fed.key, terms, [signed])):
+        with pytest.raises(PayloadError, match="malformed ciphertext"):
+            take(fed.send(fed.silos[0], fed.server, [altered]))
+
+
+@pytest.mark.parametrize("where", ["outside", "inside", "inside, packed", "key"])
+def test_no_message_unpacks_to_more_than_it_must(fed: Federation, where: str) -> None:
+    """33 KB of zstd for a gigabyte: SEAL before 4.3 unpacks all of it, in an object or in one within it."""
+    terms = small(SLOTS - 1)
+    (chunk,) = encrypt(fed.key, terms, np.ones(terms.length), 1.0)
+    before, inside, _ = _object(chunk[4:])
+    assert before[:2] == b"\x0a\x02"
+    version, content = inside[3:5], unpacked(inside, PLAIN)
+    within = content[:73] + packed(version, 2, bomb(content[89:97], 2**30))
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if where == "key":
+        release = group_key_release(fed.key, {})
+        context = release.tensors["context"].tobytes()
+        start, end = seal_object(context, 78)
+        size = 16 + len(bomb(b"", 2**30))
+        lengths = [bytes([n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) for n in (size + 4, size)]
+        field = b"\x1a" + lengths[0] + b"\x0a" + lengths[1] + packed(version, 2, bomb(b"", 2**30))
+        assert context[78:start] == b"\x1a" + context[79:82] + b"\x0a" + context[83:86]
+        spoilt = replace(
+            release, tensors={"context": np.frombuffer(context[:78] + field + context[end:], np.uint8)}
+        )
+        header = fed.header(fed.silos[0], fed.silos).model_copy(update={"kind": PayloadKind.GROUP_KEY})
+        sealed = envelope.seal(
+            encode_release(spoilt), header, fed.silos[0], [silo.card for silo in fed.silos]
+        )
+        with pytest.raises(PayloadError, match="not a CKKS group key"):
+            open_group_key(fed.verified(sealed), fed.silos[1], party(fed.silos[0]), DEFAULT)
+    else:
+        altered = {
+            "outside": packed(version, 2, bomb(content[:97], 2**30)),
+            "inside": packed(version, 0, within),
+            "inside, packed": packed(version, 2, pyarrow.compress(within, codec="zstd", asbytes=True)),
+        }[where]
+        signed = fed.send(fed.silos[0], fed.server, [length_prefixed(_around(chunk[4:], altered))])
+        with pytest.raises(PayloadError, match="malformed ciphertext"):
+            RunningSum(terms).add(signed)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - largest < 2**15  # KiB
+
+
+def test_chunks_are_numbered_in_one_alphabet(fed: Federation) -> None:
+    (chunk,) = encrypt(fed.key, small(), np.zeros(5), 1.0)
+    tensors = chunk_tensors(0, [chunk]) | {"ckks.00000\N{ARABIC-INDIC DIGIT ZERO}": np.zeros(3, np.uint8)}
+    with pytest.raises(PayloadError, match="not a chunk"):
+        fed.send_tensors(fed.silos[0], fed.server, tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from itertools import combinations_with_replacement
 from typing import Any
@@ -28,7 +29,7 @@ from securefl.crypto.masking_messages import (
     VectorSpec,
 )
 from securefl.crypto.masking_server import MaskingServer
-from securefl.crypto.masks import pack
+from securefl.crypto.masks import CHUNK, pack
 from securefl.crypto.weighted import encode_weighted, weighted_mean
 from securefl.errors import (
     BadSignature,
@@ -840,3 +841,90 @@ def test_a_result_before_its_time_is_refused() -> None:
 def test_a_cohort_that_cannot_reach_the_threshold_is_refused() -> None:
     with pytest.raises(TooFewSilos, match="3 silos belong to the cohort, below the threshold of 4"):
         MaskingServer(Round(3).roster, terms(4, threshold=4))
+
+
+# --- what mutants found
+
+
+@pytest.mark.parametrize("spelling", ["space", "escape", "twice", "newline"])
+def test_a_message_has_one_encoding(spelling: str) -> None:
+    survivors = SurvivorList(survivors=tuple(Round(3).names))
+    text = survivors.tensors()["message"].tobytes()
+    other = {
+        "space": text.replace(b":", b": "),
+        "escape": text.replace(b"survivors", b"\\u0073urvivors"),
+        "twice": text[:-1] + b"," + text[1:],
+        "newline": text + b"\n",
+    }[spelling]
+    assert SurvivorList.from_tensors({"message": np.frombuffer(text, np.uint8)}) == survivors
+    with pytest.raises(PayloadError, match="survivor list is not"):
+        SurvivorList.from_tensors({"message": np.frombuffer(other, np.uint8)})
+
+
+_ADVERT = b'{"cipher_key":"","mask_key":"","model":"","plan":"","round":"","run":"","signature":"","silo":""}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"adverts":[' + b",".join([b"{}"] * 60_000) + b"]}",
+        b'{"adverts":[' + b",".join([b"[]"] * 60_000) + b"]}",
+        b'{"adverts":[{"run":[' + b",".join([b"[]"] * 60_000) + b"]}]}",
+        b'{"adverts":[{' + b",".join(b'"%05d":0' % number for number in range(30_000)) + b"}]}",
+        b'{"adverts":[],' + b",".join(b'"b%05d":0' % number for number in range(30_000)) + b"}",
+        b'{"adverts":[' + b",".join([_ADVERT] * 1000) + b"]}",
+        b'{"adverts":' + b"[" * 900 + b"]" * 900 + b"}",
+    ],
+    ids=["objects", "lists", "a list for a name", "fields", "fields outside", "adverts", "depth"],
+)
+def test_a_message_that_is_none_costs_little_memory(text: bytes) -> None:
+    """A parser that notes every fault, each with what it is a fault of, would take hundreds of times this."""
+    array = np.frombuffer(text, np.uint8)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PayloadError, match="advert list"):
+            AdvertList.from_tensors({"message": array})
+        assert tracemalloc.get_traced_memory()[1] < 36 * len(text) + 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("whose", ["stranger", "own", "given"])
+def test_reports_of_bad_shares_that_nobody_dealt_are_refused(whose: str) -> None:
+    round_ = Round(4)
+    request = round_.upto_unmask({3})
+    given = round_.clients[0].unmask(request)
+    fault = {"stranger": "f" * 64, "own": round_.names[0], "given": round_.names[1]}[whose]
+    with pytest.raises(PayloadError, match=f"{round_.ids[0].name} reports bad shares"):
+        round_.server.receive_unmasking(round_.names[0], given.model_copy(update={"faults": (fault,)}))
+    round_.server.receive_unmasking(round_.names[0], given)
+    assert_sum(round_, round_.unmask([1, 2], request), [0, 1, 2])
+
+
+@pytest.mark.parametrize("bits", [20, 24])
+def test_a_vector_of_many_chunks_is_added_whole_or_not_at_all(bits: int) -> None:
+    """A fault in the last of three chunks leaves the totals alone, also those of a vector before it."""
+    length, last = 150_001, 2 * CHUNK
+    assert last < length < 3 * CHUNK
+    vectors = (VectorSpec(name="first", length=3, bits=16), VectorSpec(name="long", length=length, bits=bits))
+    round_ = Round(3, vectors=vectors)
+    deliveries = round_.upto_input()
+    sent = [
+        round_.clients[silo].masked(deliveries[round_.names[silo]], round_.fresh(silo)) for silo in range(3)
+    ]
+    round_.server.receive_input(round_.names[0], sent[0])
+    totals = {name: total.copy() for name, total in round_.server._totals.items()}
+    good, width = bytes(sent[1].vectors["long"]), 3
+    bad = [good[:-1], good + b"\0", good[: width * last]]
+    if bits < 8 * width:  # of 24 bits every value fits its three bytes
+        bad.append(good[: width * (length - 1)] + (1 << bits).to_bytes(width, "little"))
+    for data in bad:
+        spoilt = sent[1].model_copy(update={"vectors": {**sent[1].vectors, "long": data}})
+        with pytest.raises(WrongShape, match=round_.ids[1].name):
+            round_.server.receive_input(round_.names[1], spoilt)
+        for name, total in totals.items():
+            np.testing.assert_array_equal(round_.server._totals[name], total)
+    for silo in (1, 2):
+        round_.server.receive_input(round_.names[silo], sent[silo])
+    request = round_.sign(range(3), round_.server.close_inputs())
+    assert_sum(round_, round_.unmask(range(3), request), [0, 1, 2])

@@ -21,8 +21,11 @@ from securefl.release import PayloadKind, canonical_json, decode, release_from
 from tests.federation import make_parties, tiny_config
 from tests.fuzz.campaign import BATCH, SHARES, Campaign, Escaped
 from tests.fuzz.clients import PlanOpening, Relayed
+from tests.fuzz.encrypted import Encrypted
 from tests.fuzz.ledgers import LedgerFile
+from tests.fuzz.masked import MaskedServer, MaskedSilo
 from tests.fuzz.subjects import Admission, BodyCodec, Envelope, Subject, bodies
+from tests.fuzz.sums import AdmittedSum
 from tests.mutants import unframe, with_document
 
 VALID = bodies()[PayloadKind.MODEL]
@@ -50,6 +53,10 @@ def prepare(encoder: Path, data: Path, folder: Path) -> Campaign:
         opening,
         Relayed(federation),
         LedgerFile(folder),
+        AdmittedSum(rng, campaign.count),
+        MaskedServer(rng, campaign.count),
+        MaskedSilo(),
+        Encrypted(rng),
     ]
     campaign.subjects = {subject.name: subject for subject in subjects}
     assert list(campaign.subjects) == list(SHARES)

@@ -862,3 +862,16 @@ def test_a_sparser_graph_gives_the_same_sum(
 def test_an_odd_degree_is_no_ring(tiny_encoder: Path, tiny_data: Path) -> None:
     with pytest.raises(ConfigError, match=r"protection\.degree"):
         check_cohort(config_of(tiny_encoder, tiny_data, "masked", protection={"degree": 3}), 7)
+
+
+def test_the_claim_of_a_refused_message_is_not_recorded(masked: Parties) -> None:
+    """It would say of the sum what nobody in it said: whose noise is simulated, for one."""
+    upto(masked, Step.TRAIN)
+    answer = masked.clients["silo-1"].handle(masked.server.outgoing()["silo-1"])
+    release = _opened_by_server(masked, answer)
+    short = {**release.tensors, "vector/update": release.tensors["vector/update"][:-4]}
+    with pytest.raises(PayloadError, match="silo-1"):
+        masked.server.receive(_from(masked, "silo-1", dataclasses.replace(release, tensors=short)))
+    assert masked.server._sum._claim is None  # type: ignore[union-attr]
+    masked.server.receive(answer)
+    assert masked.server._sum._claim == release.claim  # type: ignore[union-attr]

@@ -51,7 +51,7 @@ def _unpacked(data: bytes, head: bytes, values: int) -> bytes:
     except OSError:
         raise ValueError("it does not unpack to its size") from None
     at = _PARMS_ID + len(head)
-    numbers = _MAGIC + content[at + 3 : at + 5] + inner + struct.pack("<Q", values)
+    numbers = _MAGIC + version + inner + struct.pack("<Q", values)
     if content[_PARMS_ID : at + _HEADER + 8] != head + numbers:
         raise ValueError("another object than is due")
     return _object(version, content)
@@ -73,23 +73,17 @@ def ciphertext(frame: bytes, parameters: Parameters) -> bytes:
 
 
 def secret_context(data: bytes, public: bytes, parameters: Parameters) -> bytes:
-    """A context with a secret key in it, as TenSEAL reads it, and everything else of it our own.
+    """A context with a secret key in it, as TenSEAL reads it uncompressed.
 
-    public: `ckks.public_context` of the parameters. Raises ValueError for anything that a silo would not have
-    written for these parameters.
+    public: `ckks.public_context` of the parameters, which is all else that there may be in it. Raises
+    ValueError for anything that a silo with this version of SEAL would not have written; SEAL itself refuses
+    other versions.
     """
     cut = len(public) - 2  # the kind of encryption comes after the key
     found = data[data.find(_MAGIC, cut) : -2]
     values = 2 * parameters.poly_modulus_degree  # of each coefficient, its remainders modulo two primes
-    theirs = data[:cut] + data[-2:]
-    if _any_version(theirs) != _any_version(public) or data[cut:-2] != _sized(0x1A, _sized(0x0A, found)):
+    if data[:cut] + data[-2:] != public or data[cut:-2] != _sized(0x1A, _sized(0x0A, found)):
         raise ValueError("not a context of these parameters")
     head = struct.pack("<Qd", values, 1.0)
     key = _sized(0x1A, _sized(0x0A, _unpacked(found, head, values)))
     return public[:cut] + key + public[cut:]
-
-
-def _any_version(data: bytes) -> bytes:
-    """`data` without the versions of SEAL that are in its objects."""
-    parts = data.split(_MAGIC)
-    return _MAGIC.join([parts[0], *(part[2:] for part in parts[1:])])

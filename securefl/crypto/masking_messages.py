@@ -12,7 +12,7 @@ The five steps: `Advert` up, `AdvertList` down; `ShareMessage` up, `Delivery` do
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from typing import Annotated, Any, Self, get_args, get_origin
@@ -121,9 +121,10 @@ class Message(_Strict):
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """The inverse of `document`. Raises PayloadError, which quotes nothing, for anything else."""
-        if not _fits(document, cls):
-            raise PayloadError(f"the {cls._title()} lacks a field, or has one that it should not have")
         message, fault = None, "document"
+        misfit = next(_misfits(document, cls, ""), None)
+        if misfit is not None:
+            raise PayloadError(f"the {cls._title()} is malformed (field {misfit[:60] or fault})")
         try:
             message = cls.model_validate_json(canonical_json(dict(document)))
         except ValidationError as error:
@@ -167,25 +168,28 @@ def _document(array: NDArray[Any], title: str) -> dict[str, Any]:
     return document
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value has the fields of a message, with lists, objects and scalars where they belong.
+def _misfits(value: Any, kind: Any, where: str) -> Iterator[str]:
+    """Where a JSON value has other fields than a message, or a list, an object or a scalar out of place.
 
     Each fault that pydantic finds in an object costs a copy of all that is in it: without this, and without
     stopping at a list's first fault, a message that is none would cost hundreds of times its bytes.
     """
     if get_origin(kind) is Annotated:
-        return _fits(value, get_args(kind)[0])
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        return isinstance(value, list) and len(value) <= MAX_SILOS and all(_fits(one, inner) for one in value)
-    if isinstance(kind, type) and issubclass(kind, Message):
-        fields = kind.model_fields
-        return (
-            isinstance(value, dict)
-            and value.keys() == fields.keys()
-            and all(_fits(value[name], field.annotation) for name, field in fields.items())
-        )
-    return isinstance(value, str | int)
+        yield from _misfits(value, get_args(kind)[0], where)
+    elif get_origin(kind) is tuple:
+        if not isinstance(value, list) or len(value) > MAX_SILOS:
+            yield where
+            return
+        for place, one in enumerate(value):
+            yield from _misfits(one, get_args(kind)[0], f"{where}.{place}")
+    elif isinstance(kind, type) and issubclass(kind, Message):
+        if not isinstance(value, dict) or value.keys() != kind.model_fields.keys():
+            yield where
+            return
+        for name, field in kind.model_fields.items():
+            yield from _misfits(value[name], field.annotation, f"{where}.{name}" if where else name)
+    elif not isinstance(value, str | int):
+        yield where
 
 
 def _statement(*parts: bytes | str | int) -> bytes:

@@ -112,7 +112,7 @@ def mutate_object(rng: random.Random, data: bytes, head: int, size: int) -> byte
 
 
 def mutate_frame(rng: random.Random, data: bytes, at: int, head: int, size: int) -> bytes:
-    """A message of TenSEAL with its object mutated, or what is around that. at: where to look for the object."""
+    """A message of TenSEAL with its object mutated, or what is around it. at: where to look for that."""
     start, end = seal_object(data, at)
     before, inside, after = data[:start], data[start:end], data[end:]
     match rng.randrange(5):

@@ -353,8 +353,8 @@ class MaskedSilo:
     name = "masking"
     forms = (Form.RAW, Form.SIGNED)
 
-    def __init__(self, rng: random.Random, count: Count) -> None:
-        self._count, self._rounds = count, rounds()
+    def __init__(self) -> None:
+        self._rounds = rounds()
 
     def mutant(self, rng: random.Random, form: Form) -> bytes:
         self._honest = rng.choices(self._rounds, (4, 8, 0, 1))[0]

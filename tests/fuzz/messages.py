@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -59,11 +59,15 @@ def seed_of(
 
 @dataclass(frozen=True)
 class MessageMutants:
-    """Mutants of `seeds`. known: those who can sign and be written to; strangers: those not enrolled."""
+    """Mutants of `seeds`. known: those who can sign and be written to; strangers: those not enrolled.
+
+    body: what mutates an opened body.
+    """
 
     seeds: Sequence[Seed]
     known: Sequence[Identity]
     strangers: Sequence[Identity]
+    body: Callable[[random.Random, bytes, Sequence[bytes]], bytes] = mutate_body
 
     def draw(self, rng: random.Random, form: Form) -> bytes:
         seed = rng.choice(self.seeds)
@@ -87,7 +91,7 @@ class MessageMutants:
         body = seed.body
         draw = rng.random()
         if draw < 0.7:
-            body = mutate_body(rng, body, [other.body for other in self.seeds])
+            body = self.body(rng, body, [other.body for other in self.seeds])
         if draw >= 0.6:
             if rng.random() < 0.2:
                 header = mutate_json(rng, dict(seed.header))
@@ -107,10 +111,22 @@ class MessageMutants:
             case 1:
                 header["round"] = max(1, header["round"] + rng.choice((-1, 1, 999)))
             case 2:
-                header["step"] = rng.choice(("share", "train", "candidate", "finish", "rest"))
+                steps = (
+                    "share",
+                    "train",
+                    "candidate",
+                    "finish",
+                    "rest",
+                    "advertise",
+                    "deal",
+                    "unmask",
+                    "key",
+                )
+                header["step"] = rng.choice(steps)
             case 3:
                 kinds = ("plan", "model", "centroids", "embedding-centroids", "metrics", "unavailable")
-                header["kind"] = rng.choice(kinds)
+                summed = ("advert", "shares", "masked-model", "survivors", "unmasking", "encrypted-model")
+                header["kind"] = rng.choice((*kinds, *summed))
             case 4:
                 header["sequence"] = rng.choice((1, 4, 5, 6, 2**53))
             case 5:

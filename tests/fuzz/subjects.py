@@ -1,4 +1,6 @@
-"""What is put before mutants: the body codec, the envelope, a server. See also `clients` and `ledgers`.
+"""What is put before mutants: the body codec, the envelope, a server.
+
+See also `clients` and `ledgers`, and of sums `sums`, `masked` and `encrypted`.
 
 Each subject is the real code. `attempt` lets it take one mutant and raises what the code raises; `check` then
 requires that what was taken has no second encoding. A subject may also raise at the end of a sitting.
@@ -14,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from securefl.config import parse_config
+from securefl.config import AVERAGING, parse_config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Identity
 from securefl.errors import ProtocolError, TooFewSilos
@@ -180,10 +182,15 @@ class Envelope:
             assert self._originals.get(data) == body, "a message that nobody signed was taken"
 
 
-def _server(method: str, rounds: int, round: int) -> Server:
-    config = parse_config(
-        {"federation": {"method": method, "rounds": rounds}, "data": {"train": "a.csv", "test": "b.csv"}}
-    )
+def server_at(round: int, rounds: int, method: str = "fedavg", protection: str = "sealed") -> Server:
+    """A real server at the first step of a round. protection: of the models of the averaging methods."""
+    document: dict[str, Any] = {
+        "federation": {"method": method, "rounds": rounds},
+        "data": {"train": "a.csv", "test": "b.csv"},
+    }
+    if method in AVERAGING:
+        document["protection"] = {"models": protection}
+    config = parse_config(document)
     return Server(
         identity=SERVER,
         roster=ROSTER,
@@ -248,9 +255,9 @@ class Admission:
     def _sit(self) -> None:
         self._step = self._rng.choice(list(self._honest))
         if self._step is Step.SHARE:
-            self.server = _server("fedkc", 3, 2)
+            self.server = server_at(2, 3, "fedkc")
         else:
-            self.server = _server("fedavg", 2 if self._step is Step.FINISH else 3, 2)
+            self.server = server_at(2, 2 if self._step is Step.FINISH else 3)
         if self._step is Step.FINISH:
             for seed in self._honest[Step.TRAIN]:
                 self.server.receive(seed.data)
