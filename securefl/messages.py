@@ -96,9 +96,9 @@ class SumTerms(_Message):
 
     threshold: the fewest silos whose masked sum may become known (0 under CKKS, which cannot enforce one).
     degree: neighbours of a silo in a masked round; None: chosen by `crypto.graph`. clip: the largest
-    magnitude of a coordinate. bits: of a masked value. max_rows: the rows that are weight 1. post_quantum: the
-    CKKS set that is within the post-quantum bound. noise: on a masked sum, whose silos then all have the same
-    weight; its clip is that of the whole change.
+    magnitude of a coordinate. bits: of a masked value. max_rows: the rows that are weight 1. post_quantum:
+    the CKKS set that is within the post-quantum bound. noise: on a masked sum, whose silos then all have the
+    same weight; its clip is that of the whole change.
     """
 
     threshold: int = Field(ge=0, le=256)

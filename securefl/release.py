@@ -146,8 +146,8 @@ CLAIM: TypeAdapter[Claim] = TypeAdapter(PrivacyClaim)
 class Limits:
     """Sizes that a receiver accepts; each is checked before anything of that size is allocated.
 
-    max_bytes: the whole body, sealed in an envelope too. 768 MiB holds 190 million parameters in float32, or all 22.7 million of
-    all-MiniLM-L6-v2 under CKKS (684 MB).
+    max_bytes: the whole body, sealed in an envelope too. 768 MiB holds 190 million parameters in float32, or
+    all 22.7 million of all-MiniLM-L6-v2 under CKKS (684 MB).
     max_header: the JSON that describes the tensors. 1 MiB is some 8,000 tensors.
     max_tensors: more than any model this package trains has.
     """

@@ -250,7 +250,9 @@ class Server:
             return None
         release = release_from(body)
         if self.step in MASKING_STEPS and not isinstance(release.claim, Independent):
-            raise PayloadError(f"{name} makes a claim of privacy for a {release.kind.value}, which has no rows")
+            raise PayloadError(
+                f"{name} makes a claim of privacy for a {release.kind.value}, which has no rows"
+            )
         summed = self._summed and release.kind is not PayloadKind.MODEL
         silent = release.kind is PayloadKind.METRICS and self.config.privacy.models is not None
         if not (summed or isinstance(release.claim, Independent if silent else NonPrivate)):

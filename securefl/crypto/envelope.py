@@ -68,7 +68,8 @@ class Limits:
 
     max_header: 64 KiB; 256 recipients with the longest names take 38 KiB.
     max_recipients: 256, the largest cohort; each costs 1170 bytes and 0.1 ms.
-    max_body: as `release.Limits`. It also keeps one encryption below the 2 GiB that the AES-GCM of `cryptography` takes at once.
+    max_body: as `release.Limits`. It also keeps one encryption below the 2 GiB that the AES-GCM of
+    `cryptography` takes at once.
     """
 
     max_header: int = 64 * 2**10

@@ -21,6 +21,6 @@ def test_centroids_of_a_summed_run_are_attacked(
     )
     Simulation(config, load_corpus(config), tmp_path / "run").run()
     found = audit(tmp_path / "run")
-    assert {one.kind for one in found.releases} == {"centroids", "metrics"}, "what nobody read is not attacked"
+    assert {one.kind for one in found.releases} == {"centroids", "metrics"}, "nobody read a model"
     assert any(one.attack.startswith("membership") for one in found.findings)
     assert "subtraction from an aggregate (7)" in {one.attack for one in found.not_run}
