@@ -34,7 +34,7 @@ def run(
 ) -> None:
     """Attack every recorded release of a run and write audit.json and an HTML report."""
     from attacks.audit import audit, report_name
-    from attacks.audit_report import attack_table
+    from attacks.audit_report import attack_table, not_attacked
 
     out = check_out(out) if out.resolve() != run_dir.resolve() else out
     with progress_bar(1.0) as move:
@@ -57,9 +57,12 @@ def run(
             ("linkability", answers.linkability),
             ("inference", answers.inference),
         ):
-            OUT.print(f"{question}: {answer.replace('_', ' ')}", highlight=False)
+            word = answer.replace("_", " ") if result.findings else "not tested"
+            OUT.print(f"{question}: {word}", highlight=False)
         OUT.print(f"{len(result.not_run)} attacks were not run; the report says why.", highlight=False)
-        OUT.print(result.warning, highlight=False)
+        untouched = [] if result.findings else not_attacked([(result.method, result)])
+        for sentence in (*untouched, result.warning):
+            OUT.print(sentence, highlight=False)
         OUT.print(str(out / report_name(run_dir, out)), highlight=False, soft_wrap=True, markup=False)
     if any(finding.verdict == "violates_claim" for finding in result.findings):
         ERR.print("securefl-audit: a finding lies above the cap of its claim", highlight=False)

@@ -121,7 +121,7 @@ def simulate(
         print_json(json.loads(result.to_json()) if as_json else inspect_path(target))
         return
     corpus = load_corpus(config)
-    from securefl.report.render import accuracy_table, departures_table
+    from securefl.report.render import accuracy_table, departures_table, sums_table
     from securefl.simulation import Simulation, work_units
 
     with progress_bar(work_units(config, len(corpus.train))) as move:
@@ -141,6 +141,8 @@ def simulate(
         ERR.print(f"[yellow]{shown(entry.name)}, {entry.step}: {shown(entry.reason)}[/]", soft_wrap=True)
     OUT.print(accuracy_table([result]))
     OUT.print(departures_table([result]))
+    if (sums := sums_table(result)) is not None:
+        OUT.print(sums)
     say(f"The report: {shown(out / 'report.html')}")
     _end_refused(refused)
 

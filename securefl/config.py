@@ -229,6 +229,10 @@ class Privacy(_Section):
     )
 
 
+_MASKED_ONLY = ("threshold", "degree", "bits")
+_SUMS_ONLY = (*_MASKED_ONLY, "clip", "max_rows", "post_quantum")
+
+
 class Protection(_Section):
     models: Literal["masked", "ckks", "sealed"] | None = Field(
         None,
@@ -411,6 +415,13 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
         )
         raise ConfigError(f"{name}: {where}: {reason}{more}") from error
     _refuse_unavailable(config)
+    idle = set(_SUMS_ONLY if config.protection.models == "sealed" else ())
+    idle |= set(_MASKED_ONLY if config.protection.models == "ckks" else ())
+    for key in sorted(idle & config.protection.model_fields_set):
+        raise ConfigError(
+            f"{name}: protection.{key}: has no effect where models are {config.protection.models}; "
+            "leave it out"
+        )
     if config.protection.models != "sealed" and config.federation.method not in AVERAGING:
         raise ConfigError(
             f'{name}: protection.models: {config.federation.method} has nothing to sum; write "sealed"'

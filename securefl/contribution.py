@@ -249,6 +249,7 @@ class Encrypting:
             "rows": round(rows),
             "resolution": self._terms.tolerance / total.weight,
             "encoder": plan.model,
+            "holds": "the mean of the weights after this round",
         }
         return mean, Release(PayloadKind.SUM, mean, info, summed_claim(plan))
 

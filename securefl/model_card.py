@@ -24,18 +24,7 @@ def model_card(slm: Slm, row: ClientRow, result: Result) -> str:
     The privacy lines are those of the silo's account: no epsilon is printed where none is finite.
     """
     method, test_rows = result.method, result.test_rows
-    silos, rows = len(result.clients), sum(client.train_rows for client in result.clients)
     low, high = row.test_interval
-    whose = (
-        f"the average of the models of {silos} silos, {rows} training rows in all"
-        if method in AVERAGING
-        else f"the model of {row.name}, trained on {row.train_rows} rows"
-    )
-    private = (
-        "None is claimed: the weights were trained without differential privacy."
-        if row.no_finite_epsilon
-        else "The weights never left the silo; they were trained without differential privacy."
-    )
     return f"""---
 library_name: transformers
 pipeline_tag: text-classification
@@ -47,7 +36,7 @@ base_model: {slm.name if "/" in slm.name and not slm.name.startswith(("/", "."))
 
 {_described(slm)}
 
-Trained by securefl with the method `{method}`: {whose}. Accuracy on {test_rows} test rows:
+Trained by securefl with the method `{method}`: {_whose(row, result)}. Accuracy on {test_rows} test rows:
 {row.test_accuracy:.3f} (95 % interval {low:.3f} to {high:.3f}). {row.name} alone, with as many local passes:
 {row.baseline_accuracy:.3f}.
 
@@ -57,8 +46,41 @@ Trained by securefl with the method `{method}`: {whose}. Accuracy on {test_rows}
 
 ## Privacy
 
-{private} Whoever holds them can test whether a text was among the training rows.
+{_private(row)}
 """
+
+
+def _whose(row: ClientRow, result: Result) -> str:
+    if result.method not in AVERAGING:
+        return f"the model of {row.name}, trained on {row.train_rows} rows"
+    last = result.rounds[-1]
+    if row.name in last.dropped:
+        return (
+            f"the average as {row.name} last received it, or as it trained it on; it dropped out of the last "
+            "round"
+        )
+    rows = {client.name: client.train_rows for client in result.clients}
+    summed = [one.silos for one in result.sums if one.round == last.round]
+    silos = summed[0] if summed else [name for name in rows if name not in last.dropped]
+    return (
+        f"the average of the models of {len(silos)} silos in the last round, "
+        f"{sum(rows.get(name, 0) for name in silos)} training rows in all"
+    )
+
+
+def _private(row: ClientRow) -> str:
+    """What the account says of the weights. A claim is of what left, not of a silo's own model."""
+    told = "Whoever holds them can test whether a text was among the training rows."
+    if row.no_finite_epsilon:
+        return f"None is claimed: the weights were trained without differential privacy. {told}"
+    if row.private_epsilon is None:
+        return f"The weights never left the silo; they were trained without differential privacy. {told}"
+    simulated = " (simulated: noise from a seed protects nobody)" if row.simulated else ""
+    return (
+        f"What left {row.name} has epsilon {row.private_epsilon:.3g} at delta {row.delta:g} for each "
+        f"silo's whole data{simulated}. That bounds an average of the noised sums; weights that a silo trained on "
+        "by itself since have no bound."
+    )
 
 
 def silo_card(slm: Slm, name: str, method: str, run: str, account: Account) -> str:

@@ -297,6 +297,12 @@ class Server:
 
     # --- on
 
+    def _missing(self) -> str:
+        """Who has no answer in this round, as a clause of an error."""
+        assert self._sum is not None
+        silent = sorted(set(self.roster) - set(self._admitted))
+        return f" (no answer of {', '.join(silent)})" if silent else ""
+
     def offer(self, name: str, candidate: Tensors) -> None:
         """Put a trained model up for a silo to consider in the next step (CrossLM)."""
         self._candidates[name] = candidate
@@ -307,7 +313,10 @@ class Server:
         averaging = self.config.federation.method in AVERAGING
         if self._summed:
             assert self._sum is not None
-            self._sum.close(self.step)
+            try:
+                self._sum.close(self.step)
+            except TooFewSilos as error:
+                raise TooFewSilos(f"round {self.round}, {self.step}: {error}{self._missing()}") from None
             if self.step is (Step.UNMASK if self.config.protection.models == "masked" else Step.TRAIN):
                 self.model, opened = self._sum.opened()
                 self.sums.append(opened)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.agreement import check_cohort, check_rows, steps_of_round
+from securefl.agreement import check_cohort, check_rows, fixed_points, steps_of_round, sum_terms
 from securefl.client import ORDER, Client
 from securefl.config import AVERAGING, Config
 from securefl.crosslm_worker import CrossLmWorker
@@ -71,6 +71,7 @@ def work_units(config: Config, silos: int) -> float:
 
 
 ARRIVAL_UNITS, EVALUATION_UNITS = 25.0, 30.0
+COARSEST = 1e-2  # largest error of a weight in a masked mean; weights of encoders are some hundredths
 
 
 @dataclass
@@ -107,12 +108,29 @@ class Simulation:
         check_cohort(self.config, len(self.corpus.train))
         for name, rows in self.corpus.train.items():
             check_rows(self.config, len(rows), name)
+        self._check_resolution()
         self._check_drops()
         models = self.config.slm.models
         if len(models) not in (1, len(self.corpus.train)):
             raise NotAvailable(
                 f"slm.models names {len(models)} models for {len(self.corpus.train)} silos; "
                 "name one for all, or one for each"
+            )
+
+    def _check_resolution(self) -> None:
+        """Refuse a masked sum so coarse that it would spoil the model without a word."""
+        terms = sum_terms(self.config, len(self.corpus.train))
+        if terms is None or terms.noise is not None or self.config.protection.models != "masked":
+            return
+        rows = {name: len(part) for name, part in self.corpus.train.items()}
+        values, counts = fixed_points(terms, len(rows))
+        step = values.resolution + values.clip * counts.resolution
+        error = len(rows) * step / (sum(rows.values()) / terms.max_rows)
+        if error > COARSEST:
+            raise ConfigError(
+                f"protection: every weight of the sum would be off by up to {error:.1e}, above {COARSEST:g}; "
+                f"set max_rows to a bound near the largest silo's {max(rows.values())} rows, lower the clip of "
+                f"{terms.clip:g}, or use more than {terms.bits} bits"
             )
 
     def _check_noise(self) -> None:
@@ -131,7 +149,13 @@ class Simulation:
             if drop.round is not None and drop.round > federation.rounds:
                 raise ConfigError(f"federation.drop.{name}: there is no round {drop.round} in this run")
             if not any(drop.step in steps_of_round(number, self.config) for number in numbers):
-                raise ConfigError(f"federation.drop.{name}: there is no step {drop.step} in that round")
+                known = dict.fromkeys(
+                    step.value for number in numbers for step in steps_of_round(number, self.config)
+                )
+                raise ConfigError(
+                    f"federation.drop.{name}: there is no step {drop.step} in that round, but: "
+                    f"{', '.join(known)}"
+                )
 
     def _silent(self, name: str, number: int, step: Step) -> bool:
         """Whether the configuration has a silo fall silent before its answer to this step."""

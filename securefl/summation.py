@@ -76,8 +76,14 @@ class OpenedSum:
         """The opened sum as it is recorded; only where this server could open it."""
         assert self.tensors is not None
         assert self.claim is not None
-        info = {"round": self.round, "rows": self.rows, "resolution": self.resolution, "noise": self.noise}
-        return Release(PayloadKind.SUM, self.tensors, {**info, "silos": list(self.silos)}, self.claim)
+        info: dict[str, Any] = {
+            "round": self.round,
+            "rows": self.rows,
+            "resolution": self.resolution,
+            "noise": self.noise,
+        }
+        info |= {"silos": list(self.silos), "holds": "the mean change of the weights in this round"}
+        return Release(PayloadKind.SUM, self.tensors, info, self.claim)
 
 
 @dataclass(frozen=True, repr=False)

@@ -148,7 +148,7 @@ def test_runs_of_it(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None
     alone = [[row.baseline_accuracy for row in result.clients] for result in (average, zero, held)]
     assert alone[0] == alone[1] == alone[2], "the baseline has no term of the method"
     assert held.method == "fedprox"
-    assert "averaged" in describe(held)
+    assert "averages them" in describe(held)
     assert "average of the models of 3 silos" in (tmp_path / "held/models/silo-1/README.md").read_text()
 
 

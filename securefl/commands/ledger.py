@@ -52,8 +52,10 @@ def _contents(summary: LedgerSummary) -> None:
             "no private release"
             if account.private_epsilon is None
             else f"the private releases have epsilon {account.private_epsilon:.4g} at delta {account.delta:g}"
+            + (" (simulated)" if account.simulated else "")
         )
-        other = f"; {account.nonprivate_releases} more have no epsilon" if account.nonprivate_releases else ""
+        number = account.nonprivate_releases
+        other = f"; {number} releases have no epsilon" if number else ""
         say(f"{shown(name)}: {private}{other}")
 
 

@@ -23,7 +23,7 @@ SHORT = {
     "embedding-centroids": "token averages",
     "metrics": "scores",
     "group-key": "CKKS key",
-    "masking": "keys and shares",
+    "masking": "keys, sealed shares",
 }
 KINDS = {
     "model": "Trained weights",
@@ -33,7 +33,7 @@ KINDS = {
     "embedding-centroids": "Group averages of token vectors",
     "metrics": "Scores",
     "group-key": "CKKS key",
-    "masking": "Keys and shares of masked sums",
+    "masking": "Keys and sealed shares of masked sums",
 }
 # The four messages around a masked model, none of which any row has a part in, are shown as one.
 _MASKING = {
@@ -88,6 +88,12 @@ def describe(result: Result) -> str:
         noise = "with calibrated noise" if noised else "without noise"
         return f"{_averaged(result)}; the silos also exchange group averages of {layer}, {noise}."
     return f"Method {clean(result.method, 40)}."
+
+
+def unit(results: Iterable[Result]) -> str:
+    """For what the epsilons of these runs hold: where claims for rows and silos are composed, a row."""
+    units = {r.claim.get("unit") for result in results for c in result.clients for r in c.releases}
+    return "a silo's whole data" if units - {None} == {"silo"} else "one row"
 
 
 def _averaged(result: Result) -> str:
@@ -291,9 +297,12 @@ def _departure_sentences(results: Sequence[Result]) -> list[str]:
         sentences.append(sentence[0].upper() + sentence[1:])
     opened = {one.protection for result in results for one in result.sums}
     if "masked" in opened:
-        sentences.append("Of masked weights the server opened the sums over silos, listed below.")
+        sentences.append("The server opened sums of masked weights over several silos, listed below.")
     if "ckks" in opened:
-        sentences.append("Of encrypted weights the silos opened the sums over silos, listed below.")
+        sentences.append(
+            "The silos opened sums of encrypted weights, listed below; a silo together with the server could "
+            "open each."
+        )
     clients = [client for result in results for client in result.clients]
     bounded = [client for client in clients if client.private_epsilon is not None]
     if bounded:

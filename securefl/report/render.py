@@ -55,7 +55,12 @@ WORDS = (
     ("Release", "One thing that left a silo. Each is written to the silo's ledger before it is sent."),
     ("Group average (centroid)", "The mean of a group of texts as the model sees them: numbers, not words. "
      "Whether words can be read back from it is what the audit measures."),
-    ("Epsilon (ε) and delta (δ)", "How much one row can change what is seen, at most: near 0 almost nothing, "
+    ("Masked sum", "Each silo adds random masks to its weights that cancel in the sum over enough silos, so "
+     "that the sum alone becomes known."),
+    ("Encrypted sum (CKKS)", "The server adds weights that it cannot read; the silos, who share one key, "
+     "open the sum."),
+    ("Epsilon (ε) and delta (δ)", "How much one row (or a silo's whole data, where it says so) can change what "
+     "is seen, at most: near 0 almost nothing, "
      "above 10 little is promised. δ is the small probability that the bound fails. They bound every attack, "
      "known or not. “No finite epsilon” means that something left without such a bound."),
     ("Simulated", "The noise came from a fixed seed so that the run can be repeated. Whoever has the seed "
@@ -287,6 +292,23 @@ def _change(difference: Difference | None) -> str:
     return signed(difference.value) + (" ~" if difference.within_noise else "")
 
 
+def sums_table(result: Result) -> RichTable | None:
+    """Which sums were opened, by whom, over which silos; None where there are none."""
+    if not result.sums:
+        return None
+    everybody = [client.name for client in result.clients]
+    rows = []
+    for one in result.sums:
+        by = digest.parties(one.opened_by, "", everybody).replace("the other silos", "every silo")
+        silos = (
+            "all" if len(one.silos) == len(everybody) else listing([clean(name, 16) for name in one.silos])
+        )
+        error = f"{one.resolution:.0e}" + ("" if one.noise is None else f", noise {one.noise:.1e}")
+        rows.append([str(one.round), by, silos, "hidden" if one.rows is None else f"{one.rows:,}", error])
+    columns = [("round", True), ("opened by", False), ("silos in it", False), ("rows", True), ("error", True)]
+    return plain_table("Sums that were opened", columns, rows)
+
+
 def departures_table(results: Sequence[Result]) -> RichTable:
     """What left the silos: a row a run and kind, over all silos of the run."""
     rows = []
@@ -307,7 +329,8 @@ def departures_table(results: Sequence[Result]) -> RichTable:
     deltas = sorted({c.delta for r in results for c in r.clients if c.delta is not None})
     if deltas:
         table.caption = Text(
-            f"ε: the largest of a silo, at δ = {listing([delta(value) for value in deltas])}"
+            f"ε: the largest of a silo, for {digest.unit(results)}, at δ = "
+            f"{listing([delta(value) for value in deltas])}"
         )
         table.caption_justify = "left"
     return table
