@@ -19,6 +19,7 @@ from securefl.errors import ConfigError, PolicyRefusal, UsageError, WrongShape
 from securefl.messages import MASKING_STEPS, FedKcTerms, NoiseTerms, Party, RoundPlan, Step, SumTerms
 from securefl.release import NonPrivate, PayloadKind, Tensors, canonical_json
 
+MOST_SILOS = 256  # recipients of one envelope
 LEAST_SILOS = 3  # the sum of two tells each the other's part
 _MASKED_CLIP, _CKKS_CLIP = 4.0, 64.0
 _WEIGHT_BITS = 32
@@ -71,6 +72,15 @@ def steps_of_round(number: int, config: Config) -> list[Step]:
     return steps
 
 
+def tells_figures(config: Config) -> bool:
+    """Whether the silos tell the server exact figures at the end.
+
+    Not under noise on their sums, whose bound a figure would undo; nor under CKKS, where a server could have
+    one silo judge another's model in place of the sum.
+    """
+    return config.privacy.models is None and config.protection.models != "ckks"
+
+
 def names_model(step: Step, config: Config) -> bool:
     """Whether the plan of a step names weights; where it does not, a silo goes on from its own."""
     return config.federation.method in AVERAGING or step is Step.CANDIDATE
@@ -115,6 +125,8 @@ def check_cohort(config: Config, silos: int, length: int = 1) -> None:
     terms = sum_terms(config, silos)
     if terms is None:
         return
+    if silos > MOST_SILOS:
+        raise ConfigError(f"{silos} silos are more than the {MOST_SILOS} that a run takes")
     if silos < LEAST_SILOS:
         raise ConfigError(
             f'protection.models = "{config.protection.models}" takes at least {LEAST_SILOS} silos, here are '

@@ -183,15 +183,18 @@ class Client:
             if answer is None or answer.plan != asked.hash:
                 self._answered(asked)  # raises for what comes too late
             found: dict[str, Any] = {"recipients": (), "release": None, "body": None, "account": None}
-            refusals: list[Refused] = list(
-                self.policy.plan_refusals(plan, self.server.fingerprint, self.base_sha256, self.dataset)
-            )
+            refusals: list[Refused] = [
+                _bare(one)
+                for one in self.policy.plan_refusals(
+                    plan, self.server.fingerprint, self.base_sha256, self.dataset
+                )
+            ]
             before = self.slm.state()
             try:
                 try:
                     self._permit(asked)
                 except AwaitingApproval as waits:
-                    refusals.append(waits)
+                    refusals.append(_bare(waits))
                 done = self._compute(asked, preview=True)
                 recipients, body = self._recipients(asked), encode_release(done.release)
                 found.update(recipients=_parties(recipients), release=done.release, body=body)
@@ -199,7 +202,7 @@ class Client:
                 self._check_day(len(body))
             except Refused as refusal:
                 if not refusals:
-                    refusals.append(refusal)
+                    refusals.append(_bare(refusal))
             finally:
                 self.slm.load_state(before)
         return Preview(plan=plan, hash=asked.hash, answered=answer, refusals=tuple(refusals), **found)
@@ -296,7 +299,7 @@ class Client:
             )
 
     def _refuse(self, asked: Asked, refusal: Refused) -> bytes:
-        self.refusals.append(refusal)
+        self.refusals.append(_bare(refusal))
         log.warning(
             "%s: round %d: plan refused by policy (%s)",
             self.identity.name,
@@ -499,6 +502,12 @@ class Client:
         check_tensors(tensors, self.slm.shapes(), "the state folder's model")
         self.slm.load_state(tensors)
         self._after = due
+
+
+def _bare(refusal: Refused) -> Refused:
+    """A refusal without its way here, whose frames hold models, messages and secrets of a round."""
+    refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
+    return refusal
 
 
 def _protection(plan: RoundPlan) -> str:

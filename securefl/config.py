@@ -415,13 +415,6 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
         )
         raise ConfigError(f"{name}: {where}: {reason}{more}") from error
     _refuse_unavailable(config)
-    idle = set(_SUMS_ONLY if config.protection.models == "sealed" else ())
-    idle |= set(_MASKED_ONLY if config.protection.models == "ckks" else ())
-    for key in sorted(idle & config.protection.model_fields_set):
-        raise ConfigError(
-            f"{name}: protection.{key}: has no effect where models are {config.protection.models}; "
-            "leave it out"
-        )
     if config.protection.models != "sealed" and config.federation.method not in AVERAGING:
         raise ConfigError(
             f'{name}: protection.models: {config.federation.method} has nothing to sum; write "sealed"'
@@ -436,6 +429,14 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
             f"{name}: slm.models: {config.federation.method} averages weights and needs one model"
         )
     return config
+
+
+def _refuse_idle(config: Config, name: str) -> None:
+    """Refuse a setting of sums that the chosen protection does not look at."""
+    models = config.protection.models
+    idle = {"sealed": _SUMS_ONLY, "ckks": _MASKED_ONLY}.get(models or "", ())
+    for key in sorted(config.protection.model_fields_set.intersection(idle)):
+        raise ConfigError(f"{name}: protection.{key}: has no effect where models are {models}; leave it out")
 
 
 def load_config(path: Path | str) -> Config:
@@ -454,6 +455,7 @@ def load_config(path: Path | str) -> Config:
     except ValueError as error:  # Python's limit on the digits of an integer
         raise ConfigError(f"{path}: holds a number of too many digits") from error
     config = parse_config(document, str(path))
+    _refuse_idle(config, str(path))
     if config.client is None:
         return config
     folder = path.absolute().parent

@@ -44,7 +44,14 @@ from securefl.crypto.masking_messages import AdvertList, Delivery, Message, Surv
 from securefl.crypto.weighted import encode_weighted
 from securefl.distributed_noise import claim as claim_of
 from securefl.distributed_noise import encode_noised
-from securefl.errors import MaskingAborted, PayloadError, PolicyRefusal, UsageError, WrongRound
+from securefl.errors import (
+    MaskingAborted,
+    NonFiniteUpdate,
+    PayloadError,
+    PolicyRefusal,
+    UsageError,
+    WrongRound,
+)
 from securefl.exchange import Asked
 from securefl.messages import MASKING_STEPS, Party, RoundPlan, Step
 from securefl.privacy import LocalResult, Noise
@@ -114,6 +121,10 @@ class MaskedRound:
 
     def __repr__(self) -> str:
         return f"MaskedRound({self._client!r})"
+
+    def close(self) -> None:
+        """Forget the secrets of the round."""
+        self._client.close()
 
     def _message(self, asked: Asked) -> Tensors:
         """What the server relays, in a plan that asks for the same as the first one of the round."""
@@ -242,7 +253,10 @@ class Encrypting:
         assert asked.weights is not None
         assert plan.sums is not None
         total = decrypt_sum(self._key, self._terms, [Signed(asked.verified, asked.weights)])
-        mean = unflatten(total.mean(), self._member.shapes)
+        values = total.mean()
+        if float(np.abs(values).max()) > self._terms.clip + self._terms.tolerance / total.weight:
+            raise NonFiniteUpdate("the encrypted sum opens to weights that no silo may send; it was altered")
+        mean = unflatten(values, self._member.shapes)
         rows = total.weight / self._terms.max_weight * plan.sums.max_rows
         info = {
             "round": plan.round if plan.step is Step.FINISH else plan.round - 1,
@@ -264,7 +278,9 @@ class Contributor:
         self._masked: MaskedRound | None = None
 
     def forget(self) -> None:
-        """Take no further part in the masked round at hand."""
+        """Take no further part in the masked round at hand, whoever still holds it."""
+        if self._masked is not None:
+            self._masked.close()
         self._masked = None
 
     def carry_out(self, asked: Asked, bench: Bench, member: Member, preview: bool) -> Done:
@@ -299,6 +315,7 @@ class Contributor:
         if plan.step is Step.ADVERTISE:
             begun = MaskedRound(plan, member)
             if not preview:
+                self.forget()
                 self._masked = begun
             return begun
         if preview:

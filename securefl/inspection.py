@@ -32,6 +32,7 @@ from securefl.receipt import RECEIPT
 from securefl.recording import SUMS, readers, release_name, sum_name
 from securefl.release import (
     READABLE,
+    SUMMED,
     Limits,
     PayloadKind,
     canonical_json,
@@ -342,15 +343,19 @@ def verify_run(folder: Path) -> VerifiedRun:
     result = parse_result(read_limited(path, MAX_DOCUMENT), str(path))
     names = {row.name for row in result.clients}
     _nobody_else(folder / "releases", names | {"server", SUMS}, "")
-    _same_sums(folder / "releases" / SUMS, result)
     _nobody_else(folder / "ledger", names, ".jsonl")
     found: list[RecordedRelease] = []
+    sent: dict[int, set[str]] = {}
     entries = {}
     for row in result.clients:
         summary = _ledger_of(folder, row.name)
         _same_releases(path, result.run, row, summary)
         found += _same_files(folder / "releases" / row.name, row, summary)
         entries[row.name] = summary.entries
+        for entry in summary.releases:
+            if entry.kind in SUMMED:
+                sent.setdefault(entry.round, set()).add(row.name)
+    _same_sums(folder / "releases" / SUMS, path, result, sent)
     return VerifiedRun(result, tuple(found), entries)
 
 
@@ -452,12 +457,23 @@ def _same_files(folder: Path, row: ClientRow, summary: LedgerSummary) -> Iterato
         yield RecordedRelease(row.name, path, listed)
 
 
-def _same_sums(folder: Path, result: Result) -> None:
-    """The opened sums in the folder must be those that the result names."""
+def _same_sums(folder: Path, where: Path, result: Result, sent: Mapping[int, set[str]]) -> None:
+    """The opened sums in the folder must be those that the result names, of silos that took part.
+
+    sent: for each round, whose ledger says that a model left for a sum.
+    """
     due = {sum_name(row.round): row for row in result.sums}
+    protection = result.config.get("protection", {})
+    summed = isinstance(protection, dict) and protection.get("models") in ("masked", "ckks")
+    rounds = [row.round for row in result.sums]
+    if rounds != (list(range(1, len(result.rounds) + 1)) if summed else []):
+        raise ProtocolError(
+            f"{where}: sums: does not have one opened sum for each round of a run that sums models"
+        )
     for path in _visible(folder):
         if path.name not in due:
             raise ProtocolError(f"{path}: is none of the sums that result.json names")
+    names = [client.name for client in result.clients]
     for name, row in due.items():
         path = folder / name
         if not path.is_file():
@@ -466,6 +482,26 @@ def _same_sums(folder: Path, result: Result) -> None:
             raise ProtocolError(
                 f"{path}: its hash is not the one recorded for round {row.round}; the file was changed, or "
                 "is not of this run"
+            )
+        release = release_from(decode(read_limited(path, Limits().max_bytes)))
+        openers = {"server"} if row.protection == "masked" else set(names)
+        stated = {
+            "kind": (release.kind, PayloadKind.SUM),
+            "round": (release.info.get("round"), row.round),
+            "rows": (release.info.get("rows"), row.rows),
+            "resolution": (release.info.get("resolution"), row.resolution),
+            "noise": (release.info.get("noise"), row.noise),
+            "claim": (release.claim.model_dump(mode="json"), row.claim),
+            "silos": (release.info.get("silos", row.silos), row.silos),
+            "protection": (row.protection, protection.get("models")),
+            "opened_by": (set(row.opened_by) <= openers, True),
+        }
+        for field, (found, listed) in stated.items():
+            if found != listed:
+                raise ProtocolError(f"{where}: sums: the {field} of round {row.round} is not that of {path}")
+        if not set(row.silos) <= sent.get(row.round, set()):
+            raise ProtocolError(
+                f"{where}: sums: round {row.round} names a silo whose ledger has no model that left for it"
             )
 
 

@@ -78,8 +78,8 @@ def _private(row: ClientRow) -> str:
     simulated = " (simulated: noise from a seed protects nobody)" if row.simulated else ""
     return (
         f"What left {row.name} has epsilon {row.private_epsilon:.3g} at delta {row.delta:g} for each "
-        f"silo's whole data{simulated}. That bounds an average of the noised sums; weights that a silo trained on "
-        "by itself since have no bound."
+        f"silo's whole data{simulated}. That bounds an average of the noised sums; weights that it trained "
+        "on by itself since have no bound."
     )
 
 

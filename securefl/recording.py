@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from securefl.privacy import release_average
 from securefl.release import (
     READABLE,
     SUMMED,
+    Claim,
     PayloadKind,
     Tensors,
     decode_release,
@@ -40,6 +42,16 @@ SUMS = "sums"
 def release_name(round: int, step: str, kind: str) -> str:
     """The file name of a release below releases/NAME."""
     return f"r{round:03d}-{step}-{kind}.safetensors"
+
+
+@dataclass(frozen=True)
+class KnownSum:
+    """A sum that was written: its file's SHA-256 (hex), public facts and claim, and who opened it."""
+
+    sha256: str
+    info: Mapping[str, Any]
+    claim: Claim
+    openers: list[str]
 
 
 def sum_name(round: int) -> str:
@@ -60,7 +72,7 @@ class RunFolder:
 
     def __init__(self, out: Path, resume: bool = False) -> None:
         self.out = out
-        self.sums: dict[int, tuple[bytes, list[str]]] = {}
+        self.sums: dict[int, KnownSum] = {}
         self.path = out.with_name(out.name + ".partial")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out}: exists already and is not empty; choose another --out or remove it")
@@ -108,12 +120,13 @@ class RunFolder:
 
     def sum(self, opener: str, body: bytes) -> None:
         """Record the opened sum of a round; the silos under CKKS open the same one."""
-        number = int(decode_release(body).info["round"])
-        known, openers = self.sums.setdefault(number, (body, []))
-        if opener not in openers:
-            openers.append(opener)
-        if known is body:
+        release = decode_release(body)
+        number = int(release.info["round"])
+        if number not in self.sums:
             write_atomic(self._sub("releases", SUMS) / sum_name(number), body)
+            self.sums[number] = KnownSum(hashlib.sha256(body).hexdigest(), release.info, release.claim, [])
+        if opener not in self.sums[number].openers:
+            self.sums[number].openers.append(opener)
 
     def truth(self, corpus: Corpus) -> None:
         """Write the rows that each silo trains on, and the rows that are nobody's."""

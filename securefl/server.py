@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from securefl.agreement import (
     names_model,
     steps_of_round,
     sum_terms,
+    tells_figures,
 )
 from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
@@ -71,7 +72,7 @@ class Server:
     run: str
     config: Config
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
-    model: Tensors
+    model: Tensors = field(repr=False)
     clock: Callable[[], float]
     round: int = 1
     finished: bool = False
@@ -83,6 +84,7 @@ class Server:
         self._replay = envelope.ReplayGuard()
         self._steps = self._steps_of_round()
         self._admitted: dict[str, Release | None] = {}
+        self._absent: set[str] = set()  # said in this step that they take no part
         self._sealed: dict[str, bytes] = {}
         self._relay: dict[str, bytes] = {}
         self._candidates: dict[str, Tensors] = {}
@@ -194,7 +196,7 @@ class Server:
                 f"({self.step.value}); its message was refused"
             )
         self._replay.check(header)
-        if name in self._admitted:
+        if name in self._admitted or name in self._absent:
             raise WrongRound(f"{name} answered this step already; its second message was refused")
         if header.kind not in (self._due, PayloadKind.UNAVAILABLE):
             raise MalformedEnvelope(f"{name} sent {header.kind.value} where {self._due.value} was due")
@@ -211,6 +213,7 @@ class Server:
         self._replay.accept(header)
         self._last[name] = (header.sequence, hashlib.sha256(message).hexdigest())
         if header.kind is PayloadKind.UNAVAILABLE:
+            self._absent.add(name)
             self.dropped.append(
                 Dropped(
                     name=name, step=self.step.value, error="Unavailable", reason="takes no part this round"
@@ -254,7 +257,7 @@ class Server:
                 f"{name} makes a claim of privacy for a {release.kind.value}, which has no rows"
             )
         summed = self._summed and release.kind is not PayloadKind.MODEL
-        silent = release.kind is PayloadKind.METRICS and self.config.privacy.models is not None
+        silent = release.kind is PayloadKind.METRICS and not tells_figures(self.config)
         if not (summed or isinstance(release.claim, Independent if silent else NonPrivate)):
             raise PayloadError(f"{name} claims privacy for a {release.kind.value}; no mechanism gives it")
         if release.kind is PayloadKind.MODEL:
@@ -300,7 +303,7 @@ class Server:
     def _missing(self) -> str:
         """Who has no answer in this round, as a clause of an error."""
         assert self._sum is not None
-        silent = sorted(set(self.roster) - set(self._admitted))
+        silent = sorted(set(self._sum.concerns()) - set(self._admitted))
         return f" (no answer of {', '.join(silent)})" if silent else ""
 
     def offer(self, name: str, candidate: Tensors) -> None:
@@ -319,7 +322,8 @@ class Server:
                 raise TooFewSilos(f"round {self.round}, {self.step}: {error}{self._missing()}") from None
             if self.step is (Step.UNMASK if self.config.protection.models == "masked" else Step.TRAIN):
                 self.model, opened = self._sum.opened()
-                self.sums.append(opened)
+                # Of earlier rounds the record stays, and not the arrays.
+                self.sums = [*(replace(one, tensors=None) for one in self.sums), opened]
         elif self.step is Step.TRAIN and averaging:
             if len(releases) < MIN_COHORT:
                 raise TooFewSilos(
@@ -332,11 +336,17 @@ class Server:
             )
         elif self.step is Step.TRAIN and not releases:
             raise TooFewSilos(f"round {self.round}: no silo sent a model")
+        elif self.step is Step.FINISH and not releases:
+            raise TooFewSilos("no silo took the last model; see the refusals")
         elif self.step is Step.FINISH:
             self.metrics = {name: dict(release.info["metrics"]) for name, release in releases.items()}
         if self.step is Step.CANDIDATE:
             self._candidates = {}
-        self._relay, self._sealed, self._admitted = self._sealed, {}, {}
+        if self.step is Step.SHARE:
+            self._relay, self._sealed = self._sealed, {}
+        elif self.step is Step.TRAIN:
+            self._relay = {}
+        self._admitted, self._absent = {}, set()
         self._steps = self._steps[1:]
         if not self._steps:
             if self.round == self.config.federation.rounds:

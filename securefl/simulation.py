@@ -7,7 +7,6 @@ alone may see the rows and the results of all; what it writes for the auditor is
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import resource
 import secrets
@@ -41,7 +40,7 @@ from securefl.model_card import model_card
 from securefl.models import Slm
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, ledger_facts, link_duplicates
-from securefl.release import decode_release, encode_release
+from securefl.release import encode_release
 from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, versions
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
@@ -98,6 +97,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.out = Path(self.out)
         self.clients: dict[str, Client] = {}
+        self._noted: dict[int, set[str]] = {}
         self.folder = RunFolder(self.out, self.resume)
         self._refuse_early()
 
@@ -128,8 +128,8 @@ class Simulation:
         error = len(rows) * step / (sum(rows.values()) / terms.max_rows)
         if error > COARSEST:
             raise ConfigError(
-                f"protection: every weight of the sum would be off by up to {error:.1e}, above {COARSEST:g}; "
-                f"set max_rows to a bound near the largest silo's {max(rows.values())} rows, lower the clip of "
+                f"protection: every weight of the sum would be off by up to {error:.1e}, above {COARSEST:g}"
+                f"; set max_rows near the largest silo's {max(rows.values())} rows, lower the clip of "
                 f"{terms.clip:g}, or use more than {terms.bits} bits"
             )
 
@@ -320,6 +320,7 @@ class Simulation:
 
     def _step(self, server: Server, transport: MemoryTransport, worker: CrossLmWorker | None) -> None:
         step, number = server.step, server.round
+        refused = {name: set(map(id, client.refusals)) for name, client in self.clients.items()}
         failures: list[SecureflError] = []
         for name, plan in server.outgoing().items():
             try:
@@ -340,7 +341,12 @@ class Simulation:
             server.close_step()
             self._record_sums(server)
         except TooFewSilos:
-            refusals: list[Refused] = [r for client in self.clients.values() for r in client.refusals]
+            refusals: list[Refused] = [
+                refusal
+                for name, client in self.clients.items()
+                for refusal in client.refusals
+                if id(refusal) not in refused[name]
+            ]
             if refusals:
                 raise refusals[0] from None
             # A training that became NaN, say: what the silo could not do says more than that it is missing.
@@ -350,9 +356,10 @@ class Simulation:
             raise
 
     def _note_silence(self, server: Server, name: str) -> None:
-        """Once a round: the step from which on a silo did not answer."""
-        drop = self.config.federation.drop[name]
-        if drop.step is server.step:
+        """Once a round: the first step that a silo did not answer."""
+        noted = self._noted.setdefault(server.round, set())
+        if name not in noted:
+            noted.add(name)
             reason = "fell silent, as federation.drop says"
             entry = Dropped(name=name, step=server.step.value, error="Silent", reason=reason)
             server.dropped.append(entry)
@@ -360,27 +367,26 @@ class Simulation:
     def _record_sums(self, server: Server) -> None:
         """What the server opened of the round that it has just closed."""
         for opened in server.sums:
-            if opened.tensors is not None and opened.round not in self.folder.sums:
+            if opened.tensors is not None:
                 self.folder.sum(SERVER, encode_release(opened.release()))
 
     def _sum_rows(self, server: Server) -> list[SumRow]:
         rows = []
         for opened in (one for one in server.sums if one.round in self.folder.sums):
-            body, openers = self.folder.sums[opened.round]
-            release = decode_release(body)
+            known = self.folder.sums[opened.round]
             rows.append(
                 SumRow(
                     round=opened.round,
-                    protection="ckks" if opened.tensors is None else "masked",
-                    opened_by=openers,
+                    protection="ckks" if opened.protection == "ckks" else "masked",
+                    opened_by=known.openers,
                     silos=list(opened.silos),
                     threshold=opened.threshold,
-                    rows=release.info["rows"],
-                    resolution=release.info["resolution"],
-                    noise=release.info.get("noise"),
+                    rows=known.info["rows"],
+                    resolution=known.info["resolution"],
+                    noise=known.info.get("noise"),
                     faults=list(opened.faults),
-                    claim=release.claim.model_dump(mode="json"),
-                    sha256=hashlib.sha256(body).hexdigest(),
+                    claim=known.claim.model_dump(mode="json"),
+                    sha256=known.sha256,
                 )
             )
         return rows

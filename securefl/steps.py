@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from securefl.agreement import RELAYED, SEALED_KEY, brings_model, check_sum_chunks
+from securefl.agreement import RELAYED, SEALED_KEY, brings_model, check_sum_chunks, tells_figures
 from securefl.config import Config
 from securefl.crypto.ckks_terms import Terms
 from securefl.data import Rows
@@ -178,11 +178,8 @@ def _consider(plan: RoundPlan, candidate: Tensors | None, bench: Bench) -> Done:
 
 
 def _finish(plan: RoundPlan, bench: Bench) -> Done:
-    if bench.config.privacy.models is not None:
-        # An exact figure would undo the bound that the noise on the sums gives.
-        arrived = Independent(
-            reason="that the last model arrived; no figure, since the models are under noise"
-        )
+    if not tells_figures(bench.config):
+        arrived = Independent(reason="that the last model arrived, and no figure")
         return Done(Release(PayloadKind.METRICS, {}, {**_info(plan, bench), "metrics": {}}, arrived))
     rows = bench.data.validation
     metrics = {"validation_accuracy": _accuracy(bench.slm, rows), "validation_rows": len(rows)}

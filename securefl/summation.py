@@ -28,7 +28,7 @@ from securefl.agreement import (
     mechanism_of,
     summed_claim,
 )
-from securefl.crypto.ckks import RunningSum, Signed, chunk_tensors
+from securefl.crypto.ckks import MAX_KEY_ENVELOPE, RunningSum, Signed, chunk_tensors
 from securefl.crypto.envelope import Verified
 from securefl.crypto.identity import Card
 from securefl.crypto.masking_messages import (
@@ -42,7 +42,7 @@ from securefl.crypto.masking_messages import (
 from securefl.crypto.masking_server import MaskedSum, MaskingServer
 from securefl.crypto.weighted import weighted_mean
 from securefl.distributed_noise import ModelMechanism, decode_mean
-from securefl.errors import PayloadError, TooFewSilos, WrongRound
+from securefl.errors import PayloadError, TooFewSilos, TooLarge, WrongRound
 from securefl.messages import RoundPlan, Step
 from securefl.privacy import Noise, noise_source
 from securefl.release import Claim, PayloadKind, Release, Tensors, flatten, unflatten
@@ -63,6 +63,7 @@ class OpenedSum:
     """
 
     round: int
+    protection: str
     silos: tuple[str, ...]
     threshold: int
     tensors: Tensors | None = field(default=None, repr=False)
@@ -188,18 +189,25 @@ class MaskedSummation:
         values_as, weight_as = fixed_points(terms, len(self._plan.cohort))
         mean = weighted_mean(result.sums[UPDATE], result.sums[WEIGHT], values_as, weight_as)
         weight = float(weight_as.decode(result.sums[WEIGHT])[0])
+        # Of the values' sum, and of the row count that divides it.
+        step = values_as.resolution + values_as.clip * weight_as.resolution
+        error = len(survivors) * step / weight
+        # One silo can make a sum that honest ones could not: of a weight near 0, and so of any mean at all.
+        least = len(survivors) * (1 / terms.max_rows - weight_as.resolution)
+        if weight < least or float(np.abs(mean).max()) > values_as.clip + error:
+            raise PayloadError(
+                "the opened sum is none that its silos can make: one of them sent something else than a model"
+            )
         update = mean.astype(np.float32)
         shapes = {name: array.shape for name, array in self._model.items()}
         record = OpenedSum(
             round=self._plan.round,
+            protection=self._plan.protection,
             silos=survivors,
             threshold=terms.threshold,
             tensors=unflatten(update, shapes),
             rows=round(weight * terms.max_rows),
-            # Of the values' sum, and of the row count that divides it.
-            resolution=len(survivors)
-            * (values_as.resolution + values_as.clip * weight_as.resolution)
-            / weight,
+            resolution=error,
             faults=result.faults,
             claim=self._claim,
         )
@@ -212,6 +220,7 @@ class MaskedSummation:
         shapes = {name: array.shape for name, array in self._model.items()}
         record = OpenedSum(
             round=self._plan.round,
+            protection=self._plan.protection,
             silos=survivors,
             threshold=mechanism.threshold,
             tensors=unflatten(update, shapes),
@@ -265,7 +274,9 @@ class EncryptedSummation:
         return self._key
 
     def take_key(self, sealed: bytes) -> None:
-        """Keep the sealed key, to send it with every plan."""
+        """Keep the sealed key, to send it with every plan. Raises TooLarge."""
+        if len(sealed) > MAX_KEY_ENVELOPE:
+            raise TooLarge(f"a CKKS key of {len(sealed)} bytes is above the limit of {MAX_KEY_ENVELOPE}")
         self._key = {SEALED_KEY: np.frombuffer(sealed, np.uint8)}
 
     def receive(self, step: Step, answer: Answer) -> None:
@@ -291,6 +302,6 @@ class EncryptedSummation:
             self._chunks = chunk_tensors(0, self._sum.chunks())
 
     def opened(self) -> tuple[Tensors, OpenedSum]:
-        record = OpenedSum(round=self._round, silos=self._silos, threshold=0)
+        record = OpenedSum(round=self._round, protection="ckks", silos=self._silos, threshold=0)
         self._sum, self._round = RunningSum(self._terms), self._round + 1
         return self._chunks, record

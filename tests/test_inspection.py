@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import shutil
 import stat
@@ -28,12 +30,13 @@ from securefl.ledger_copies import export_ledger
 from securefl.models import load_slm
 from securefl.policy import Policy
 from securefl.receipt import make_receipt
-from securefl.release import NonPrivate, PayloadKind, Release, encode_release
+from securefl.release import NonPrivate, PayloadKind, Release, decode_release, encode_release
 from securefl.result import Result, ServerRow, parse_result
 from securefl.simulation import Simulation
 from securefl.state import StateFolder
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
+from tests.federation import tiny_config
 from tests.samples import make_result
 
 SHARED = "r002-share-centroids.safetensors"
@@ -350,3 +353,58 @@ def test_the_limit_of_ckks_is_said_wherever_it_protects(
     path.with_name("r007-sum.safetensors").unlink()
     with pytest.raises(ProtocolError, match="recorded sum missing"):
         inspect_path(tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def summed(tiny_encoder: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config(tiny_encoder, tiny_data, protection={"models": "masked"})
+    folder = tmp_path_factory.mktemp("summed") / "run"
+    Simulation(config, load_corpus(config), folder).run()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rows": 7}, "the rows of round 1"),
+        ({"resolution": 1e-30}, "the resolution of round 1"),
+        ({"noise": 0.5}, "the noise of round 1"),
+        ({"silos": ["silo-1", "silo-2"]}, "the silos of round 1"),
+        ({"opened_by": ["silo-1"]}, "the opened_by of round 1"),
+        ({"protection": "ckks"}, "the protection of round 1"),
+        ({"claim": {"mechanism": "none", "reason": "another"}}, "the claim of round 1"),
+        ({"round": 2}, "one opened sum for each round"),
+        ({"sha256": "ab" * 32}, "its hash is not the one"),
+        (None, "one opened sum for each round"),
+    ],
+)
+def test_a_changed_record_of_a_sum_is_noticed(
+    summed: Path, tmp_path: Path, change: dict[str, Any] | None, says: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(summed, run)
+    verify_run(run)
+    result = json.loads((run / "result.json").read_text())
+    if change is None:
+        result["sums"] = []
+    else:
+        result["sums"][0].update(change)
+    (run / "result.json").write_text(json.dumps(result))
+    with pytest.raises(ProtocolError, match=says):
+        verify_run(run)
+
+
+def test_a_sum_names_silos_whose_ledgers_say_so(summed: Path, tmp_path: Path) -> None:
+    """File, hash and record changed together: the signed ledgers still know who sent a model."""
+    run = tmp_path / "run"
+    shutil.copytree(summed, run)
+    path = run / "releases/sums/r001-sum.safetensors"
+    release = decode_release(path.read_bytes())
+    names = [*release.info["silos"], "silo-9"]
+    body = encode_release(dataclasses.replace(release, info={**release.info, "silos": names}))
+    path.write_bytes(body)
+    result = json.loads((run / "result.json").read_text())
+    result["sums"][0].update({"silos": names, "sha256": hashlib.sha256(body).hexdigest()})
+    (run / "result.json").write_text(json.dumps(result))
+    with pytest.raises(ProtocolError, match="a silo whose ledger has no model"):
+        verify_run(run)

@@ -131,7 +131,7 @@ def test_verify(ledger: Command, path: Path) -> None:
     assert contents == f"4 releases ({sizes} bytes), 1 refusals, 0 approvals"
     epsilon = verify_ledger(path).account.private_epsilon
     assert f"the private releases have epsilon {epsilon:.4g} at delta 1e-06" in account
-    assert account.endswith("; 2 more have no epsilon")
+    assert account.endswith("; 2 releases have no epsilon")
     document = json.loads(ledger("verify", path, "--json").out)
     summary = verify_ledger(path)
     accounts = document.pop("accounts")

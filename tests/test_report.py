@@ -470,7 +470,7 @@ def test_opened_sums_say_by_whom_and_over_whom(tmp_path: Path) -> None:
     ):
         assert part in text
     assert "Noise" not in text.split("Sums that were opened")[1].split("Why there is")[0]
-    assert "Of masked weights the server opened the sums" in text
+    assert "The server opened sums of masked weights" in text
 
 
 def test_noise_and_faults_have_a_column_where_there_are_some(tmp_path: Path) -> None:

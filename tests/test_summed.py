@@ -28,8 +28,10 @@ from securefl.errors import (
     PayloadError,
     Replayed,
     TooFewSilos,
+    TooLarge,
     UnknownSender,
     WrongRecipient,
+    WrongRound,
 )
 from securefl.local import train_locally
 from securefl.messages import Party, RoundPlan, Step
@@ -875,3 +877,104 @@ def test_the_claim_of_a_refused_message_is_not_recorded(masked: Parties) -> None
     assert masked.server._sum._claim is None  # type: ignore[union-attr]
     masked.server.receive(answer)
     assert masked.server._sum._claim == release.claim  # type: ignore[union-attr]
+
+
+# --- what was found by breaking it
+
+
+@pytest.mark.parametrize("protection", ["sealed", "masked", "ckks"])
+def test_what_peers_share_reaches_the_training_under_every_protection(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, protection: str
+) -> None:
+    seen: list[int] = []
+
+    def watch(slm: Any, rows: Any, config: Any, epochs: int, seed: int, knowledge: Any, stop: Any) -> None:
+        seen.append(len(knowledge))
+
+    config = config_of(tiny_encoder, tiny_data, protection, federation={"method": "fedkc", "rounds": 3})
+    parties = make_parties(config, tmp_path, train=watch)
+    parties.play(lambda server: server.finished)
+    assert seen == [0] * 4 + [3] * 8, "none in round 1, the three others after"
+
+
+def test_a_refusal_keeps_nothing_of_the_round_alive(masked: Parties) -> None:
+    upto(masked, Step.DEAL)
+    client = masked.clients["silo-1"]
+    held = client._contributor._masked
+    assert held is not None
+    assert held._client._root
+    client.policy = client.policy.model_copy(update={"min_cohort": 9})
+    refusal = _refused(masked)
+    assert (refusal.__traceback__, refusal.__context__, refusal.__cause__) == (None, None, None)
+    assert not held._client._root, "its secrets are gone, whoever still holds the machine"
+    for one in client.preview(masked.server.outgoing()["silo-1"]).refusals:
+        assert one.__traceback__ is None
+
+
+def test_one_silo_cannot_blow_the_mean_up(masked: Parties, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends minus the others' row count: what is left to divide by is next to nothing."""
+    from securefl import contribution
+    from securefl.agreement import fixed_points
+
+    upto(masked, Step.TRAIN)
+    terms = sum_terms(masked.server.config, 4)
+    assert terms is not None
+    _, counts = fixed_points(terms, 4)
+    others = sum(len(one.data.train) for name, one in masked.clients.items() if name != "silo-2")
+    real = contribution.encode_weighted
+
+    def lie(*arguments: Any) -> Any:
+        values, _ = real(*arguments)
+        away = -int(others / terms.max_rows * counts.limit) + 3
+        return values, np.array([away % 2**32], np.uint32)
+
+    for name, plan in masked.server.outgoing().items():
+        with monkeypatch.context() as patch:
+            if name == "silo-2":
+                patch.setattr(contribution, "encode_weighted", lie)
+            masked.server.receive(masked.clients[name].handle(plan))
+    masked.server.close_step()
+    step(masked)
+    before = masked.server.model
+    with pytest.raises(PayloadError, match="none that its silos can make"):
+        step(masked)
+    assert masked.server.model is before
+
+
+def test_a_run_whose_last_model_nobody_took_is_no_success(masked: Parties) -> None:
+    masked.play(lambda server: server.step is Step.FINISH)
+    with pytest.raises(TooFewSilos, match="no silo took the last model"):
+        step(masked, SILOS)
+
+
+def test_taking_no_part_is_said_once(masked: Parties) -> None:
+    client = masked.clients["silo-1"]
+    client.policy = client.policy.model_copy(update={"min_cohort": 9})
+    answer = client.handle(masked.server.outgoing()["silo-1"])
+    masked.server.receive(answer)
+    again = _from(masked, "silo-1", Release(PayloadKind.ADVERT, {}, {}, Independent(reason="late")))
+    with pytest.raises(WrongRound, match="answered this step already"):
+        masked.server.receive(again)
+    assert [one.name for one in masked.server.dropped] == ["silo-1"]
+
+
+def test_only_the_last_sum_is_kept_in_memory(masked: Parties) -> None:
+    play_round(masked)
+    play_round(masked)
+    assert [one.tensors is None for one in masked.server.sums] == [True, False]
+    assert "array(" not in repr(masked.server)
+
+
+def test_under_ckks_no_figure_is_told(encrypted: Parties) -> None:
+    """A server could have one silo judge another's model, put in place of the sum."""
+    encrypted.play(lambda server: server.finished)
+    assert encrypted.server.metrics == {name: {} for name in SILOS}
+
+
+def test_a_key_of_any_size_is_not_sent_around(encrypted: Parties) -> None:
+    big = Release(
+        PayloadKind.GROUP_KEY, {"context": np.zeros(2**23, np.uint8)}, {}, Independent(reason="test")
+    )
+    cards = [client.identity.card for client in encrypted.clients.values()]
+    with pytest.raises(TooLarge, match="CKKS key"):
+        encrypted.server.receive(_from(encrypted, "silo-1", big, cards))

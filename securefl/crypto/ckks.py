@@ -52,6 +52,7 @@ from securefl.release import Independent, Limits, PayloadKind, Release, Tensors,
 
 _FRAME = 4  # bytes: the length before each ciphertext of a chunk
 _MAX_KEY = 2**22  # bytes of a serialised secret context: 61,816 at degree 4096, eight times that at 32768
+MAX_KEY_ENVELOPE = _MAX_KEY + 2**20  # with what seals it to 256 silos
 _NAME = re.compile(r"ckks\.([0-9]{6})")
 _WITHOUT_KEYS = {
     "save_public_key": False,

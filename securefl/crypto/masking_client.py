@@ -158,6 +158,11 @@ class MaskingClient:
             if self._step is Step.OVER:
                 self._forget()
 
+    def close(self) -> None:
+        """End the round for this client, and forget its secrets."""
+        self._step = Step.OVER
+        self._forget()
+
     def _name(self, silo: str) -> str:
         return self._cards[silo].name if silo in self._cards else f"{silo[:16]} (not in the roster)"
 

@@ -59,8 +59,8 @@ WORDS = (
      "that the sum alone becomes known."),
     ("Encrypted sum (CKKS)", "The server adds weights that it cannot read; the silos, who share one key, "
      "open the sum."),
-    ("Epsilon (ε) and delta (δ)", "How much one row (or a silo's whole data, where it says so) can change what "
-     "is seen, at most: near 0 almost nothing, "
+    ("Epsilon (ε) and delta (δ)", "How much one row (or a silo's whole data, where it says so) can change "
+     "what is seen, at most: near 0 almost nothing, "
      "above 10 little is promised. δ is the small probability that the bound fails. They bound every attack, "
      "known or not. “No finite epsilon” means that something left without such a bound."),
     ("Simulated", "The noise came from a fixed seed so that the run can be repeated. Whoever has the seed "

@@ -91,6 +91,7 @@ def _config(slm: Slm, recipe: Recipe) -> dict[str, Any]:
         "data": {"train": "a.csv", "test": "b.csv"},
         "slm": {"models": [slm.name], "max_length": slm.max_length},
         "fedkc": {"clusters": recipe.clusters, "compose": recipe.layer},
+        "protection": {"models": "sealed"},
     }
     return parse_config(document).model_dump(mode="json")
 
