@@ -290,7 +290,7 @@ class Client:
             )
         check_agreed(plan, self.config, _parties([*self.roster.values(), self.identity.card]))
         # What no row has a part in needs no owner: a masked round asks for its one approval to train.
-        bound = plan.step in MASKING_STEPS
+        bound = plan.step in (Step.KEY, *MASKING_STEPS)
         if self.policy.approval == "manual" and not (bound or self.ledger.is_approved(asked.hash)):
             raise AwaitingApproval(
                 f"the plan of round {plan.round}, {plan.step}, waits for its owner: securefl approve "
@@ -417,7 +417,13 @@ class Client:
         body = encode_release(release)
         # A training may have taken hours: what the silo's people decided meanwhile counts.
         self._settle()
-        self._permit(asked)
+        try:
+            self._permit(asked)
+        except AwaitingApproval:
+            if plan.protection != "masked":
+                raise
+            # The masks of the round are used up: there would be nothing left to approve.
+            raise PolicyRefusal("the policy asks for an approval since this was masked", "approval") from None
         recipients = self._recipients(asked)
         self._check(release, recipients, body)
         sealed = self._seal(body, plan, release.kind, recipients)

@@ -23,6 +23,7 @@ from securefl.config import Config, parse_config
 from securefl.crypto import envelope
 from securefl.crypto.masking_messages import ShareMessage
 from securefl.errors import (
+    AwaitingApproval,
     ConfigError,
     MalformedEnvelope,
     PayloadError,
@@ -33,6 +34,7 @@ from securefl.errors import (
     WrongRecipient,
     WrongRound,
 )
+from securefl.exchange import Standing
 from securefl.local import train_locally
 from securefl.messages import Party, RoundPlan, Step
 from securefl.methods.averaging import weighted_mean
@@ -978,3 +980,27 @@ def test_a_key_of_any_size_is_not_sent_around(encrypted: Parties) -> None:
     cards = [client.identity.card for client in encrypted.clients.values()]
     with pytest.raises(TooLarge, match="CKKS key"):
         encrypted.server.receive(_from(encrypted, "silo-1", big, cards))
+
+
+def test_an_approval_that_is_asked_for_after_masking_is_a_refusal(masked: Parties) -> None:
+    """The masks are spent by then; to wait for an owner would promise what cannot come."""
+    upto(masked, Step.TRAIN)
+    client = masked.clients["silo-1"]
+    manual = client.policy.model_copy(update={"approval": "manual"})
+    policies = iter([client.policy, manual, manual])
+    client.standing = lambda: Standing(next(policies), client.server, client.roster)
+    assert _refused(masked).clause == "approval"
+
+
+def test_one_approval_a_round_is_enough(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
+    parties = make_parties(config_of(tiny_encoder, tiny_data, "masked"), tmp_path, approval="manual")
+    for at in MASKED_STEPS:
+        for name, plan in parties.server.outgoing().items():
+            client = parties.clients[name]
+            if at is Step.TRAIN:
+                with pytest.raises(AwaitingApproval) as waits:
+                    client.handle(plan)
+                client.ledger.append_approval(plan=waits.value.plan, run=client.run, round=1, step="train")
+            parties.server.receive(client.handle(plan))
+        parties.server.close_step()
+    assert parties.server.sums[0].silos == SILOS
