@@ -144,6 +144,7 @@ class Client:
         with self._turn:
             self._settle()
             self.ledger.refresh()
+            self._contributor.expire(self._now(), self.config.protection.patience)
             self._recall()
             asked = self._open(message)
             answered = self._answered(asked)
@@ -218,8 +219,18 @@ class Client:
             card = silo_card(self.slm, self.identity.name, self.config.federation.method, self.run, account)
             self.slm.save(Path(folder), card)
 
+    def abandon(self) -> None:
+        """Forget the secrets of a masked round whose server is silent; the silo takes part in the next one.
+
+        Happens by itself when a plan comes after `protection.patience`; a program that knows sooner, or wants
+        the secrets out of memory, calls it.
+        """
+        with self._turn:
+            self._contributor.forget()
+
     def close(self) -> None:
-        """Let another process have the state folder."""
+        """Let another process have the state folder, and forget the masked round."""
+        self.abandon()
         if self.state is not None:
             self.state.close()
 

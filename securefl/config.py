@@ -229,7 +229,7 @@ class Privacy(_Section):
     )
 
 
-_MASKED_ONLY = ("threshold", "degree", "bits")
+_MASKED_ONLY = ("threshold", "degree", "bits", "patience")
 _SUMS_ONLY = (*_MASKED_ONLY, "clip", "max_rows", "post_quantum")
 
 
@@ -266,6 +266,12 @@ class Protection(_Section):
         le=_ROWS,
         description="Most rows that a silo may have where its row count is a hidden weight; nearer to the "
         "truth, the finer the sum.",
+    )
+    patience: int = Field(
+        86_400,
+        ge=1,
+        le=10**8,
+        description="Seconds for which a silo waits for the next step of a masked round; then it forgets it.",
     )
     post_quantum: bool = Field(
         False, description="CKKS parameters within the post-quantum 128-bit bound, with less room for sums."

@@ -161,9 +161,10 @@ class MaskedRound:
         info: Mapping[str, Any],
         noise: Noise,
     ) -> Release:
-        """The change of the weights behind masks: times the hidden row count, beside it, or under noise.
+        """The change of the weights, masked: with this silo's share of noise where that was agreed, else
+        times the row count, which is masked too.
 
-        noise: adds this silo's share, where that was agreed; and one from a seed rounds repeatably.
+        noise: where the share comes from; one from a seed also rounds repeatably.
         Raises UsageError for more rows than agreed, NonFiniteUpdate, and as `MaskingClient.masked`.
         """
         assert asked.weights is not None
@@ -276,6 +277,16 @@ class Contributor:
 
     def __init__(self) -> None:
         self._masked: MaskedRound | None = None
+        self._last = 0.0
+
+    def expire(self, now: float, patience: float) -> None:
+        """Forget the masked round where the server was silent for longer than `patience` seconds.
+
+        Called at every plan, with the time of it. A clock that was set back ends the round too.
+        """
+        if not 0 <= now - self._last <= patience:
+            self.forget()
+        self._last = now
 
     def forget(self) -> None:
         """Take no further part in the masked round at hand, whoever still holds it."""
@@ -299,6 +310,9 @@ class Contributor:
         encrypting = Encrypting(asked, member) if plan.protection == "ckks" else None
         if encrypting is not None and brings_sum(plan.round, plan.step, bench.config):
             weights, opened = encrypting.open_sum()
+        joins = plan.step is Step.TRAIN and plan.protection == "masked" and not preview
+        # Before hours of training: whether there still is a round to join.
+        joined = self._round(plan, member, preview) if joins else None
         done = replace(carry_out(plan, asked.tensors, weights, bench), opened=opened)
         if plan.step is not Step.TRAIN or plan.protection == "sealed":
             return done
@@ -307,8 +321,8 @@ class Contributor:
         assert done.trained is not None
         if encrypting is not None:
             return replace(done, release=encrypting.encrypt(done.trained, info))
-        masked = self._round(plan, member, preview).mask(asked, done.trained, info, bench.noise)
-        return replace(done, release=masked)
+        assert joined is not None
+        return replace(done, release=joined.mask(asked, done.trained, info, bench.noise))
 
     def _round(self, plan: RoundPlan, member: Member, preview: bool) -> MaskedRound:
         """This silo's part in the masked round of a plan; its first step begins a new one."""
@@ -327,7 +341,7 @@ class Contributor:
         if self._masked is None:
             raise PolicyRefusal(
                 f"{member.identity.name} has no part in the masked round {plan.round}: it did not advertise, "
-                "or refused a step, or was restarted since; it takes part in the next",
+                "or refused a step, was restarted or left waiting too long; it takes part in the next",
                 "masking",
             )
         return self._masked

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from securefl import distributed_noise
 from securefl.agreement import (
@@ -41,7 +42,7 @@ from securefl.crypto.masking_messages import (
 )
 from securefl.crypto.masking_server import MaskedSum, MaskingServer
 from securefl.crypto.weighted import weighted_mean
-from securefl.distributed_noise import ModelMechanism, decode_mean
+from securefl.distributed_noise import decode_mean
 from securefl.errors import PayloadError, TooFewSilos, TooLarge, WrongRound
 from securefl.messages import RoundPlan, Step
 from securefl.privacy import Noise, noise_source
@@ -185,7 +186,10 @@ class MaskedSummation:
         assert terms is not None
         survivors = tuple(sorted(self._names[key] for key in result.survivors))
         if self._mechanism is not None:
-            return self._noised(result, survivors, self._mechanism)
+            mechanism = self._mechanism
+            mean = decode_mean(result.sums[UPDATE], len(survivors), mechanism)
+            noise = math.sqrt(mechanism.variance / len(survivors)) / mechanism.scale
+            return self._record(mean, survivors, resolution=1 / mechanism.scale, noise=noise)
         values_as, weight_as = fixed_points(terms, len(self._plan.cohort))
         mean = weighted_mean(result.sums[UPDATE], result.sums[WEIGHT], values_as, weight_as)
         weight = float(weight_as.decode(result.sums[WEIGHT])[0])
@@ -198,36 +202,25 @@ class MaskedSummation:
             raise PayloadError(
                 "the opened sum is none that its silos can make: one of them sent something else than a model"
             )
+        return self._record(mean, survivors, rows=round(weight * terms.max_rows), resolution=error)
+
+    def _record(
+        self, mean: NDArray[np.float64], survivors: tuple[str, ...], **figures: Any
+    ) -> tuple[Tensors, OpenedSum]:
+        """The new weights, and the record of their mean change with these figures."""
+        assert self._result is not None
+        assert self._plan.sums is not None
         update = mean.astype(np.float32)
         shapes = {name: array.shape for name, array in self._model.items()}
         record = OpenedSum(
             round=self._plan.round,
             protection=self._plan.protection,
             silos=survivors,
-            threshold=terms.threshold,
+            threshold=self._plan.sums.threshold,
             tensors=unflatten(update, shapes),
-            rows=round(weight * terms.max_rows),
-            resolution=error,
-            faults=result.faults,
+            faults=self._result.faults,
             claim=self._claim,
-        )
-        return unflatten(flatten(self._model) + update, shapes), record
-
-    def _noised(
-        self, result: MaskedSum, survivors: tuple[str, ...], mechanism: ModelMechanism
-    ) -> tuple[Tensors, OpenedSum]:
-        update = decode_mean(result.sums[UPDATE], len(survivors), mechanism).astype(np.float32)
-        shapes = {name: array.shape for name, array in self._model.items()}
-        record = OpenedSum(
-            round=self._plan.round,
-            protection=self._plan.protection,
-            silos=survivors,
-            threshold=mechanism.threshold,
-            tensors=unflatten(update, shapes),
-            resolution=1 / mechanism.scale,
-            noise=math.sqrt(mechanism.variance / len(survivors)) / mechanism.scale,
-            faults=result.faults,
-            claim=self._claim,
+            **figures,
         )
         return unflatten(flatten(self._model) + update, shapes), record
 

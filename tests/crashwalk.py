@@ -190,7 +190,7 @@ def _lay_out(parties: Parties, folder: Path) -> Client:
     shutil.copy(client.ledger.path, files / "ledger.jsonl")
     shutil.copy(client.ledger.path.with_suffix(".head.json"), files / "ledger.head.json")
     shutil.copytree(client.state.path, files / "state")
-    client.close()
+    client.state.close()  # and not the client, which would forget its masked round
     return client
 
 

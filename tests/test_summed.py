@@ -1004,3 +1004,43 @@ def test_one_approval_a_round_is_enough(tiny_encoder: Path, tiny_data: Path, tmp
             parties.server.receive(client.handle(plan))
         parties.server.close_step()
     assert parties.server.sums[0].silos == SILOS
+
+
+# --- a server that goes silent
+
+
+def test_a_silo_forgets_a_round_whose_server_was_silent_too_long(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_of(tiny_encoder, tiny_data, "masked", protection={"patience": 100})
+    parties = make_parties(config, tmp_path)
+    upto(parties, Step.TRAIN)
+    trained: list[str] = []
+    for name, late in (("silo-1", 101.0), ("silo-2", 99.0), ("silo-3", -5.0)):
+        client = parties.clients[name]
+        held = client._contributor._masked
+        assert held is not None
+        client.train = lambda *rest, who=name: trained.append(who)  # type: ignore[misc]
+        client.clock = lambda at=client._contributor._last + late: at
+        kind = envelope.read_header(client.handle(parties.server.outgoing()[name])).kind
+        assert (kind is PayloadKind.MASKED_MODEL) == (name == "silo-2")
+        if name != "silo-2":
+            assert client.refusals[-1].clause == "masking"
+            assert not held._client._root, "its secrets are out of memory"
+    assert trained == ["silo-2"], "nobody trains for a round that is over"
+
+
+def test_a_program_may_abandon_a_round_and_the_next_one_works(masked: Parties) -> None:
+    upto(masked, Step.SIGN)
+    client = masked.clients["silo-1"]
+    held = client._contributor._masked
+    assert held is not None
+    client.abandon()
+    assert not held._client._root
+    for name, plan in masked.server.outgoing().items():
+        masked.server.receive(masked.clients[name].handle(plan))
+    assert client.refusals[-1].clause == "masking"
+    masked.server.close_step()
+    step(masked, {"silo-1"})
+    play_round(masked)
+    assert [opened.silos for opened in masked.server.sums] == [SILOS, SILOS]

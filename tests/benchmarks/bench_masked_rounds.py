@@ -103,5 +103,13 @@ def test_small_rounds(benchmark: BenchmarkFixture) -> None:
         assert [round_["dropped"] for round_ in one["rounds"]] == [0, one["silos"] // 4]
 
 
+def test_a_quarter_of_a_hundred_silos_drops_out(benchmark: BenchmarkFixture) -> None:
+    """Needs every silo to mask with all others: the default degree withstands a tenth."""
+    setting = Setting(length=1000, part=4, complete=True)
+    found = benchmark.pedantic(lambda: [measure(100, setting)], rounds=1)
+    print(f"\n1,000 values, CPU seconds, a quarter of 100 silos dropped\n{table(found)}")
+    assert [round_["dropped"] for round_ in found[0]["rounds"]] == [0, 25]
+
+
 if __name__ == "__main__":
     _stream(int(sys.argv[1]))
