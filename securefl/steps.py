@@ -182,7 +182,9 @@ def _finish(plan: RoundPlan, bench: Bench) -> Done:
         arrived = Independent(reason="that the last model arrived, and no figure")
         return Done(Release(PayloadKind.METRICS, {}, {**_info(plan, bench), "metrics": {}}, arrived))
     rows = bench.data.validation
-    metrics = {"validation_accuracy": _accuracy(bench.slm, rows), "validation_rows": len(rows)}
+    metrics: dict[str, float] = {"validation_accuracy": _accuracy(bench.slm, rows)}
+    if not bench.config.sums_models:  # where row counts are hidden, a fixed share of them is too
+        metrics["validation_rows"] = len(rows)
     return Done(release_metrics(metrics, _info(plan, bench)))
 
 

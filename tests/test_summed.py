@@ -1044,3 +1044,10 @@ def test_a_program_may_abandon_a_round_and_the_next_one_works(masked: Parties) -
     step(masked, {"silo-1"})
     play_round(masked)
     assert [opened.silos for opened in masked.server.sums] == [SILOS, SILOS]
+
+
+def test_hidden_row_counts_are_not_told_by_the_figures(masked: Parties) -> None:
+    masked.play(lambda server: server.finished)
+    assert {name: set(figures) for name, figures in masked.server.metrics.items()} == dict.fromkeys(
+        SILOS, {"validation_accuracy"}
+    )
