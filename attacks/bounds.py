@@ -1,8 +1,9 @@
 """What a figure proves: exact intervals, lower bounds on epsilon, the caps a claim implies, proposition 1.
 
 Pure mathematics on counts, scores and arrays; no files, models or text. Adjacency matters here. A claim is
-add/remove (a row is there or not); a membership game in which the number of rows is known is replace-one (the
-row or another one is there). `replace_one_mu` converts before anything is compared.
+add/remove (a unit is there or not) or replace-one (it, or another one, is there), and so is a game: a
+membership game in which the number of rows is known is replace-one. `claim_mu` converts before anything is
+compared.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from scipy.optimize import brentq
 from scipy.stats import beta, norm
 
 from attacks.findings import Bound
+from securefl.centroid_privacy import centroid_mu
 from securefl.privacy import gaussian_delta, gaussian_epsilon
-from securefl.release import GaussianSums
+from securefl.release import Adjacency, GaussianSums
 
 ALPHA = 0.05
 
@@ -119,19 +121,20 @@ def held_out_errors(
     return confusion(first[half1:], second[half0:], threshold)
 
 
-def replace_one_mu(claim: GaussianSums) -> float:
-    """Gaussian-DP parameter of a claimed release when one row is replaced by another one.
+def claim_mu(claim: GaussianSums, adjacency: Adjacency) -> float:
+    """Gaussian-DP parameter of a claimed release in a game of this adjacency, whichever one the claim names.
 
-    In units of each block's noise (sums: clip * noise_multiplier; counts; predictions), removing a row moves
-    the sums of one cluster by at most 1/z_s, its count by 1/z_c and its summed predictions by 1/z_p.
-    Replacing it by a row of the *same* cluster moves the sums by at most 2/z_s (both vectors lie in the
-    ball of radius clip), the count by nothing, and the predictions by sqrt(2)/z_p, the diameter of the
-    simplex. By a row of *another* cluster: two clusters move by 1/z_s, 1/z_c and 1/z_p each. Hence
-
-        mu^2 = max(4/z_s^2, 2/z_s^2 + 2/z_c^2) + 2/z_p^2.
+    The multipliers say the same of the mechanism under both, so one formula converts either claim exactly
+    (`securefl.centroid_privacy.centroid_mu`). It is that of the claim's unit, and so bounds a game about a
+    single row of a unit too.
     """
-    sums, counts = claim.noise_multiplier**-2, claim.count_multiplier**-2
-    return math.sqrt(max(4 * sums, 2 * sums + 2 * counts) + 2 * claim.prediction_multiplier**-2)
+    multipliers = claim.noise_multiplier, claim.count_multiplier, claim.prediction_multiplier
+    return centroid_mu(*multipliers, adjacency)
+
+
+def replace_one_mu(claim: GaussianSums) -> float:
+    """Gaussian-DP parameter of a claimed release when one unit is replaced by another one."""
+    return claim_mu(claim, "replace-one")
 
 
 def auc_cap(mu: float) -> float:

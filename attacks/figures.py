@@ -101,7 +101,11 @@ class Figure:
 def membership_figures(
     recorded: Recorded, target: membership.Target, scores: membership.Scores, rng: np.random.Generator
 ) -> list[Figure]:
-    """The figures of attack 1 on one release."""
+    """The figures of attack 1 on one release.
+
+    The game is replace-one and about rows; a claim of either adjacency is converted to it. A claim about a
+    unit of several rows bounds it too: a unit with one row exchanged is another unit.
+    """
     claim, (members, others) = target.claim, scores.ratio
     delta = claim.delta if isinstance(claim, GaussianSums) else 0.0
     errors = held_out_errors(members, others, rng, lambda found: epsilon_lower_bound(found, delta))
@@ -119,6 +123,7 @@ def membership_figures(
         mu = replace_one_mu(claim)
         details |= {
             "claim_adjacency": claim.adjacency,
+            "claim_unit": claim.unit,
             "claim_epsilon_replace_one": gaussian_epsilon(mu, claim.delta),
             "claim_auc_cap": auc_cap(mu),
             "simulated": claim.simulated,

@@ -18,8 +18,8 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.covariance import LedoitWolf
 
 from attacks.bounds import auc, auc_interval
+from securefl.centroid_privacy import clip_rows
 from securefl.errors import SecureflError
-from securefl.privacy import clip_rows
 from securefl.release import Claim, GaussianSums
 
 Vectors = NDArray[np.float64]
@@ -35,8 +35,10 @@ _ENCODER_DRAWS = 16
 class Target:
     """A pooled centroid release as the adversary sees it.
 
-    centroids: (q, d). sizes: (q,), noisy under a claim and then the divisor that was really used. seeds:
-    (s, d) public points by which rows were assigned, or None where rows belong to the nearest centroid.
+    centroids: (q, d). sizes: (q,), noisy under a claim and then the divisor that was really used; numbers of
+    units, of which the attack takes a row for one: of a unit of m rows it weighs less, and is harder to find.
+    seeds: (s, d) public points by which rows were assigned, or None where rows belong to the nearest
+    centroid.
     """
 
     centroids: Vectors

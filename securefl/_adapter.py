@@ -11,6 +11,7 @@ import copy
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from securefl._model_files import load_quietly
 from securefl.config import Lora
@@ -31,7 +32,9 @@ def add_adapter(model: PreTrainedModel, lora: Lora, name: str, seed: int) -> Non
         lora_alpha=2 * lora.r if lora.alpha is None else lora.alpha,
         lora_dropout=0.0,
         target_modules="all-linear",
-        exclude_modules=_KEPT,
+        exclude_modules=_KEPT if hasattr(model.base_model, "embeddings") else None,
+        # GPT-2's layers hold W transposed.
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in model.base_model.modules()),
     )
     load_quietly("LoRA adapter", name, lambda: inject_adapter_in_model(terms, model.base_model), seed)
 

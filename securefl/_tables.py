@@ -47,7 +47,7 @@ _Record = tuple[int, tuple[Any, ...]]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Table:
-    """A source as read; all of length n, `groups` empty where no split column was asked for.
+    """A source as read; all of length n, `groups` and `units` empty where no such column was asked for.
 
     places: where a row stands ("line 7"), for messages.
     """
@@ -58,6 +58,7 @@ class Table:
     labels: Sequence[str]
     groups: Sequence[str]
     places: Sequence[str]
+    units: Sequence[str] = ()
 
 
 def shown(value: str) -> str:
@@ -68,8 +69,8 @@ def shown(value: str) -> str:
     return f'"{value}"' if len(value) <= _SHOWN and value.isprintable() else f"({len(value)} characters)"
 
 
-def read_table(path: Path, text: str, label: str, group: str | None = None) -> Table:
-    """Read the columns `text`, `label` and, if given, `group` (the silo of a row) of a data file.
+def read_table(path: Path, text: str, label: str, group: str | None = None, unit: str | None = None) -> Table:
+    """Read the columns `text`, `label` and, if given, `group` (the silo of a row) and `unit` (whose it is).
 
     Texts come out exactly as written. Labels and silo values are strings: "1" stays "1", "NA" stays "NA"; an
     integer of JSONL or Parquet is its digits, a boolean "true" or "false". A row's id is the file's stem and
@@ -77,12 +78,14 @@ def read_table(path: Path, text: str, label: str, group: str | None = None) -> T
     """
     if text == label:
         raise DataError(f'data.text and data.label both name the column "{text}"; they must differ')
-    columns = (text, label) if group is None else (text, label, group)
-    unit, records = _records(path, columns)
+    if unit in (text, label):
+        raise DataError(f'data.unit names the column "{unit}", which holds texts or labels; name another')
+    columns = tuple(column for column in (text, label, group, unit) if column is not None)
+    counted, records = _records(path, columns)
     places: list[str] = []
     rows: list[tuple[str, ...]] = []
     for number, values in records:
-        place = f"{unit} {number}"
+        place = f"{counted} {number}"
         rows.append(_checked(values, columns, f"{path}: {place}"))
         places.append(place)
     if not rows:
@@ -94,6 +97,7 @@ def read_table(path: Path, text: str, label: str, group: str | None = None) -> T
         labels=[row[1] for row in rows],
         groups=[row[2] for row in rows] if group is not None else (),
         places=places,
+        units=[row[-1] for row in rows] if unit is not None else (),
     )
 
 
@@ -107,7 +111,7 @@ def read_texts(path: Path, column: str) -> list[str]:
 
 
 def _checked(values: tuple[Any, ...], columns: tuple[str, ...], place: str) -> tuple[str, ...]:
-    """The values as strings: text first, then label and silo value."""
+    """The values as strings: text first, then label, silo value and unit."""
     fields: list[str] = []
     for position, (value, column) in enumerate(zip(values, columns, strict=True)):
         field = value if isinstance(value, str) else None if position == 0 else _label(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Literal
 
 from securefl.config import AVERAGING, CLIENT_PLACES, Config, ModelPrivacy
 from securefl.crypto.ckks_terms import DEFAULT, POST_QUANTUM, Terms, chunk_name
@@ -72,13 +73,31 @@ def steps_of_round(number: int, config: Config) -> list[Step]:
     return steps
 
 
-def tells_figures(config: Config) -> bool:
-    """Whether the silos tell the server exact figures at the end.
+def figures(config: Config) -> Literal["exact", "noised", "none"]:
+    """How the silos tell the server figures at the end.
 
-    Not under noise on their sums, whose bound a figure would undo; nor under CKKS, where a server could have
-    one silo judge another's model in place of the sum.
+    Noised ones where `privacy.metrics` is set. Else none under noise on models, whose bound an exact figure
+    would undo, and exact ones without. None under CKKS, where a server could have one silo judge another's
+    model in place of the sum.
     """
-    return config.privacy.models is None and config.protection.models != "ckks"
+    privacy = config.privacy
+    if config.protection.models == "ckks":
+        return "none"
+    if privacy.metrics is not None:
+        return "noised"
+    return "exact" if privacy.models is None and privacy.dp_sgd is None else "none"
+
+
+def metric_releases(config: Config) -> int:
+    """How many figures of a silo leave in a run, and share the budget of `privacy.metrics`."""
+    rounds = range(1, config.federation.rounds + 1)
+    steps = [step for number in rounds for step in steps_of_round(number, config)]
+    return sum(step in (Step.CANDIDATE, Step.FINISH) for step in steps)
+
+
+def weighs_rows(config: Config) -> bool:
+    """Whether a silo's model weighs as much as its rows; else all weigh the same, and no number is told."""
+    return config.privacy.models is None and config.privacy.dp_sgd is None
 
 
 def names_model(step: Step, config: Config) -> bool:
@@ -153,7 +172,7 @@ def check_cohort(config: Config, silos: int, length: int = 1) -> None:
 def check_rows(config: Config, rows: int, whose: str) -> None:
     """Require that a row count can be a hidden weight. Raises ConfigError."""
     most = config.protection.max_rows
-    if config.sums_models and config.privacy.models is None and rows > most:
+    if config.sums_models and weighs_rows(config) and rows > most:
         raise ConfigError(
             f"protection.max_rows: {whose} trains on {rows} rows, more than the {most} that a hidden row "
             "count can be; all silos must agree on a larger one"

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from securefl.errors import ConfigError, NotAvailable, UsageError
 from securefl.files import read_limited
 from securefl.messages import NAME, RUN, Step
+from securefl.release import ROW, UNIT
 
 METHODS = ("standalone", "fedavg", "fedprox", "fedkc", "crosslm", "datafree-kd")
 AVERAGING = ("fedavg", "fedprox", "fedkc")
@@ -106,10 +107,31 @@ class Data(_Section):
         le=_ROWS,
         description="Rows of no silo kept for the audit: auxiliary text and controls, at most.",
     )
+    unit: str | None = Field(
+        None,
+        pattern=UNIT,
+        description="Column that says whose rows belong together (`patient_id`): privacy is then each of "
+        "theirs, all rows at once, and they stay in one silo. Unset: a row.",
+    )
+    per_unit: int = Field(
+        16, ge=1, le=4096, description="Rows of one unit that DP-SGD trains on in a step, at most."
+    )
     validation: float = Field(0.2, ge=0.05, le=0.5, description="Share of a silo's rows kept from training.")
     split: Annotated[DirichletSplit | ColumnSplit, Field(discriminator="by")] = Field(
         DirichletSplit(), description="How the training rows are spread over the silos."
     )
+
+    @property
+    def unit_name(self) -> str:
+        """What a claim names as the unit of privacy."""
+        return self.unit or ROW
+
+    @field_validator("unit")
+    @classmethod
+    def _not_a_row(cls, unit: str | None) -> str | None:
+        if unit in (ROW, "silo"):
+            raise ValueError(f'"{unit}" means something else in a claim; rename the column')
+        return unit
 
     @field_validator("labels")
     @classmethod
@@ -193,6 +215,78 @@ class CentroidPrivacy(_Section):
         return self.epsilon is not None or self.noise_multiplier is not None
 
 
+class DpSgdPrivacy(_Section):
+    """Training under differential privacy (see `dp_sgd`)."""
+
+    epsilon: float | None = Field(
+        None,
+        ge=EPSILONS[0],
+        le=100,
+        description="Of all training steps of the run together, for a silo's `data.unit`.",
+    )
+    noise_multiplier: float | None = Field(
+        None, ge=0.1, le=1e4, description="Instead: sigma of the noise on a step's sum over the clip."
+    )
+    delta: float = Field(
+        1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim; below 1 / a silo's units."
+    )
+    clip: float = Field(1.0, ge=1e-6, le=1e6, description="L2 bound of a unit's whole gradient.")
+    sample_rate: float = Field(
+        1 / 16,
+        ge=1e-6,
+        le=1,
+        description="Probability with which a unit takes part in a step: a pass is 1 / it steps. Public, as "
+        "a number of rows is not.",
+    )
+    physical_batch: int = Field(
+        32, ge=1, le=4096, description="Rows computed at once, at most; memory, not privacy, depends on it."
+    )
+    engine: Literal["auto", "book-keeping", "hooks", "ghost"] = Field(
+        "auto",
+        description="What computes clipped gradients: `book-keeping` (one backward pass), or Opacus's "
+        "`hooks` and `ghost`; `auto`: the first where it knows every trained layer, else hooks.",
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of forward and backward passes; sums and noise are float32."
+    )
+    accountant: Literal["prv"] = Field(
+        "prv", description="Calibrates the noise; checked against dp-accounting's PLD."
+    )
+
+    @field_validator("accountant", mode="before")
+    @classmethod
+    def _bounds(cls, value: Any) -> Any:
+        if value == "gdp":
+            raise ValueError(
+                "gdp is an approximation and no bound; only prv, checked against PLD, is offered"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _one_of(self) -> DpSgdPrivacy:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("set epsilon or noise_multiplier, one of them")
+        return self
+
+
+class MetricPrivacy(_Section):
+    """Noise on the numbers of right answers that silos tell, or decide by."""
+
+    epsilon: float | None = Field(
+        None, ge=EPSILONS[0], le=EPSILONS[1], description="For all figures of the run together."
+    )
+    noise_multiplier: float | None = Field(
+        None, ge=0.01, le=1e4, description="Instead: sigma of a number over its sensitivity, each time."
+    )
+    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> MetricPrivacy:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("set epsilon or noise_multiplier, one of them")
+        return self
+
+
 class ModelPrivacy(_Section):
     """Noise on the sum of the silos' model updates, each silo adding its share (see `distributed_noise`)."""
 
@@ -222,11 +316,27 @@ class ModelPrivacy(_Section):
 
 
 class Privacy(_Section):
-    dp_sgd: dict[str, float] | None = Field(None, description="Not in this version.")
+    adjacency: Literal["add-remove", "replace-one"] = Field(
+        "add-remove",
+        description="What the claims on centroids and figures compare: data with and without a unit, or with "
+        "another in its place. DP-SGD: `add-remove` alone.",
+    )
+    dp_sgd: DpSgdPrivacy | None = Field(
+        None, description="Training under differential privacy, `{ epsilon = 8, delta = 1e-5, clip = 1.0 }`."
+    )
+    metrics: MetricPrivacy | None = Field(
+        None,
+        description="Noise on the figures; unset: exact ones, and none under DP-SGD or noise on sums.",
+    )
     centroids: CentroidPrivacy = Field(CentroidPrivacy(), description="The centroid release.")
     models: ModelPrivacy | None = Field(
         None, description="Noise on the sum of the models; unset: none. Only where models are masked."
     )
+
+    @property
+    def claimed(self) -> bool:
+        """Whether anything leaves under a claim about a unit."""
+        return self.dp_sgd is not None or self.metrics is not None or self.centroids.noised
 
 
 _MASKED_ONLY = ("threshold", "degree", "bits", "patience")
@@ -396,7 +506,6 @@ def _refuse_unavailable(config: Config) -> None:
     """Fail closed on what is in the format but not in this version."""
     missing = {
         'protection.centroids = "sealed"': config.protection.centroids != "peer",
-        "privacy.dp_sgd": config.privacy.dp_sgd is not None,
         f"fedkc.compose = {config.fedkc.compose}": isinstance(config.fedkc.compose, int),
     }
     for field, asked in missing.items():
@@ -430,11 +539,38 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
             f"{name}: privacy.models: noise is shared out among the silos of a masked sum; it needs a method "
             'that averages models and protection.models = "masked"'
         )
+    _refuse_contradictions(config, name)
     if len(config.slm.models) > 1 and config.federation.method in AVERAGING:
         raise ConfigError(
             f"{name}: slm.models: {config.federation.method} averages weights and needs one model"
         )
     return config
+
+
+def _refuse_contradictions(config: Config, name: str) -> None:
+    """Refuse privacy terms that would not mean what they say together."""
+    privacy = config.privacy
+    if privacy.dp_sgd is not None:
+        if privacy.adjacency != "add-remove":
+            raise ConfigError(
+                f'{name}: privacy.adjacency: DP-SGD is accounted for under "add-remove" alone; write that'
+            )
+        if privacy.models is not None:
+            raise ConfigError(
+                f"{name}: privacy.models: is noise for a silo's whole data and privacy.dp_sgd for its units; "
+                "set one of them"
+            )
+        if config.federation.method == "fedkc" and config.fedkc.source == "own":
+            raise ConfigError(
+                f'{name}: fedkc.source: a silo\'s "own" centroids would steer its DP-SGD unaccounted; write '
+                '"peers"'
+            )
+        if privacy.dp_sgd.engine == "ghost" and config.data.unit is not None:
+            raise ConfigError(
+                f'{name}: privacy.dp_sgd.engine: "ghost" clips single rows only; write "auto" for data.unit'
+            )
+    if privacy.metrics is not None and config.protection.models == "ckks":
+        raise ConfigError(f"{name}: privacy.metrics: under ckks no figure is told; leave it out")
 
 
 def _refuse_idle(config: Config, name: str) -> None:
@@ -485,6 +621,8 @@ def reference() -> str:
     """Every key of the file as a Markdown table, made from the models above."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     nested: dict[str, type[BaseModel]] = {
+        "privacy.dp_sgd": DpSgdPrivacy,
+        "privacy.metrics": MetricPrivacy,
         "privacy.centroids": CentroidPrivacy,
         "privacy.models": ModelPrivacy,
     }

@@ -27,6 +27,7 @@ from securefl.agreement import (
     masked_terms,
     mechanism_of,
     summed_claim,
+    weighs_rows,
 )
 from securefl.crypto import envelope
 from securefl.crypto.ckks import (
@@ -44,6 +45,7 @@ from securefl.crypto.masking_messages import AdvertList, Delivery, Message, Surv
 from securefl.crypto.weighted import encode_weighted
 from securefl.distributed_noise import claim as claim_of
 from securefl.distributed_noise import encode_noised
+from securefl.dp_terms import round_claim
 from securefl.errors import (
     MaskingAborted,
     NonFiniteUpdate,
@@ -56,6 +58,8 @@ from securefl.exchange import Asked
 from securefl.messages import MASKING_STEPS, Party, RoundPlan, Step
 from securefl.privacy import LocalResult, Noise
 from securefl.release import (
+    Claim,
+    DpSgd,
     Independent,
     PayloadKind,
     Release,
@@ -178,24 +182,30 @@ class MaskedRound:
             return Release(PayloadKind.MASKED_MODEL, masked.tensors(), dict(info), claim_of(mechanism, noise))
         rng = noise.draw() if noise.simulated else None
         values_as, weight_as = fixed_points(asked.plan.sums, len(asked.plan.cohort))
-        weight = _weight(trained.rows, asked.plan.sums.max_rows)
+        weight = _weight(trained, asked.plan.sums.max_rows)
         cut = int((np.abs(update) > values_as.clip).sum())
         if cut:
             log.warning("%s: %d values were cut off at the agreed clip", self._member.identity.name, cut)
         values, count = encode_weighted(update, weight, values_as, weight_as, rng)
         masked = self._client.masked(delivery, {UPDATE: values, WEIGHT: count})
-        return Release(PayloadKind.MASKED_MODEL, masked.tensors(), dict(info), summed_claim(asked.plan))
+        claim = trained.claim or summed_claim(asked.plan)
+        return Release(PayloadKind.MASKED_MODEL, masked.tensors(), dict(info), claim)
 
 
 def before_sum(plan: RoundPlan, trained: Release, noise: Noise) -> Release:
     """What a preview shows of a model that will be masked or encrypted: what goes into the sum, but noise."""
     info = {key: value for key, value in trained.info.items() if key != "rows"}
     mechanism = mechanism_of(plan, sum(array.size for array in trained.tensors.values()))
-    claim = summed_claim(plan) if mechanism is None else claim_of(mechanism, noise)
+    claim: Claim = summed_claim(plan) if mechanism is None else claim_of(mechanism, noise)
+    if isinstance(trained.claim, DpSgd):
+        claim = trained.claim
     return Release(plan.answer, trained.tensors, info, claim)
 
 
-def _weight(rows: int, max_rows: int) -> float:
+def _weight(trained: LocalResult, max_rows: int) -> float:
+    rows = trained.rows
+    if rows is None:  # all weigh the same
+        return 1.0
     if rows > max_rows:  # would weigh as fewer than they are; `agreement.check_rows` says so sooner
         raise UsageError(f"this silo has {rows} rows, more than protection.max_rows = {max_rows}")
     return rows / max_rows
@@ -240,15 +250,16 @@ class Encrypting:
         """
         plan = self._asked.plan
         assert plan.sums is not None
-        weight = _weight(trained.rows, plan.sums.max_rows) * self._terms.max_weight
+        weight = _weight(trained, plan.sums.max_rows) * self._terms.max_weight
         chunks = encrypt(self._key, self._terms, flatten(trained.tensors), weight)
         kind = PayloadKind.ENCRYPTED_MODEL
-        return Release(kind, chunk_tensors(0, chunks), dict(info), summed_claim(plan))
+        claim = trained.claim or summed_claim(plan)
+        return Release(kind, chunk_tensors(0, chunks), dict(info), claim)
 
-    def open_sum(self) -> tuple[dict[str, NDArray[np.float32]], Release]:
+    def open_sum(self, bench: Bench) -> tuple[dict[str, NDArray[np.float32]], Release]:
         """The mean behind the encrypted sum that came with the plan, as weights, and as what was opened.
 
-        Raises as `ckks.decrypt_sum`.
+        bench: whose configuration says how the models in it were trained. Raises as `ckks.decrypt_sum`.
         """
         asked, plan = self._asked, self._asked.plan
         assert asked.weights is not None
@@ -258,15 +269,17 @@ class Encrypting:
         if float(np.abs(values).max()) > self._terms.clip + self._terms.tolerance / total.weight:
             raise NonFiniteUpdate("the encrypted sum opens to weights that no silo may send; it was altered")
         mean = unflatten(values, self._member.shapes)
+        number = plan.round if plan.step is Step.FINISH else plan.round - 1
         rows = total.weight / self._terms.max_weight * plan.sums.max_rows
         info = {
-            "round": plan.round if plan.step is Step.FINISH else plan.round - 1,
-            "rows": round(rows),
+            "round": number,
+            "rows": round(rows) if weighs_rows(bench.config) else None,
             "resolution": self._terms.tolerance / total.weight,
             "encoder": plan.model,
             "holds": "the mean of the weights after this round",
         }
-        return mean, Release(PayloadKind.SUM, mean, info, summed_claim(plan))
+        claim = round_claim(bench.config, number, bench.noise) or summed_claim(plan)
+        return mean, Release(PayloadKind.SUM, mean, info, claim)
 
 
 # --- a step, whatever the protection
@@ -309,7 +322,7 @@ class Contributor:
             return Done(self._round(plan, member, preview).answer(asked, info))
         encrypting = Encrypting(asked, member) if plan.protection == "ckks" else None
         if encrypting is not None and brings_sum(plan.round, plan.step, bench.config):
-            weights, opened = encrypting.open_sum()
+            weights, opened = encrypting.open_sum(bench)
         joins = plan.step is Step.TRAIN and plan.protection == "masked" and not preview
         # Before hours of training: whether there still is a round to join.
         joined = self._round(plan, member, preview) if joins else None

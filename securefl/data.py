@@ -7,6 +7,7 @@ corpora are in `_builtin`. This room reads the sources it is told to, keeps noth
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import unicodedata
@@ -33,15 +34,21 @@ _TRAIN, _TEST, _POOL, _SPLIT, _VALIDATION = range(5)
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Rows:
-    """Labelled texts. ids, texts: length n; labels: (n,) int64, indices into `Corpus.labels`."""
+    """Labelled texts. ids, texts: length n; labels: (n,) int64, indices into `Corpus.labels`.
+
+    units: length n, whose each row is; empty where every row is a unit of privacy by itself.
+    """
 
     ids: tuple[str, ...]
     texts: tuple[str, ...]
     labels: NDArray[np.int64]
+    units: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.texts) == len(self.labels):
             raise ValueError("ids, texts and labels differ in length")
+        if self.units and len(self.units) != len(self.ids):
+            raise ValueError("not every row has a unit")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,8 +61,15 @@ class Rows:
         picked = np.asarray(indices, dtype=np.int64)
         where = picked.tolist()
         return Rows(
-            tuple(self.ids[i] for i in where), tuple(self.texts[i] for i in where), self.labels[picked]
+            tuple(self.ids[i] for i in where),
+            tuple(self.texts[i] for i in where),
+            self.labels[picked],
+            tuple(self.units[i] for i in where) if self.units else (),
         )
+
+    def by_unit(self) -> list[NDArray[np.int64]]:
+        """The indices of each unit's rows, in the order in which the units first occur."""
+        return _by_unit(self.units) if self.units else [np.array([i]) for i in range(len(self))]
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,13 @@ class Corpus:
     test: Rows
     pool: Rows
     test_duplicates: int = 0
+
+
+def _by_unit(units: Sequence[str]) -> list[NDArray[np.int64]]:
+    places: dict[str, list[int]] = {}
+    for index, unit in enumerate(units):
+        places.setdefault(unit, []).append(index)
+    return [np.array(rows, np.int64) for rows in places.values()]
 
 
 def load_corpus(config: Config) -> Corpus:
@@ -101,14 +122,15 @@ def load_corpus(config: Config) -> Corpus:
     if len(np.unique(train.labels[drawn])) < 2:
         raise DataError(f"{data.train}: the {len(drawn)} rows drawn have one label; raise data.train_rows")
     groups = [train_table.groups[row] for row in drawn.tolist()] if train_table.groups else []
-    parts = _split(train.labels[drawn], groups, data, _rng(seed, _SPLIT))
+    parts = _split(train.take(drawn), groups, data, _rng(seed, _SPLIT))
 
     fitted: dict[str, Rows] = {}
     validation: dict[str, Rows] = {}
-    for number, (name, part) in enumerate(parts.items()):
-        fitted[name], validation[name] = _hold_apart(
-            train.take(drawn[part]), data.validation, _rng(seed, _VALIDATION, number)
-        )
+    for name, part in parts.items():
+        rows = train.take(drawn[part])
+        if data.unit is not None and len(rows.by_unit()) < 2:
+            raise DataError(_one_unit(data, f"silo {name}"))
+        fitted[name], validation[name] = _hold_apart(rows, data.validation, seed)
     pool = _pool(train, drawn, test, data.pool_rows, _rng(seed, _POOL))
     return Corpus(labels, fitted, validation, test, pool, duplicates)
 
@@ -127,17 +149,51 @@ def load_silo(config: Config) -> tuple[tuple[str, ...], Rows, Rows]:
         raise DataError(
             f"{data.train}: has {len(rows)} row; at least two are needed, one is kept from training"
         )
+    if len(rows.by_unit()) < 2:
+        raise DataError(_one_unit(data, "the silo"))
+    if data.train_rows is not None and config.privacy.claimed:
+        raise ConfigError(
+            "data.train_rows: which rows are drawn depends on all rows, so no claim about one would hold; "
+            "leave it out, or put the rows to use in a file of their own"
+        )
     rng = _rng(config.federation.seed, _TRAIN)
     drawn = _draw(rows.labels, data.train_rows, rng, f"{data.train}: data.train_rows")
-    fitted, held = _hold_apart(rows.take(drawn), data.validation, _rng(config.federation.seed, _VALIDATION))
+    fitted, held = _hold_apart(rows.take(drawn), data.validation, config.federation.seed)
     return data.labels, fitted, held
 
 
-def _hold_apart(rows: Rows, share: float, rng: np.random.Generator) -> tuple[Rows, Rows]:
-    """The rows to train on, and those kept from training: at least one of each, since share <= 1/2."""
-    held = max(1, int(len(rows) * share + 0.5))
-    order = rng.permutation(len(rows))
-    return rows.take(order[held:]), rows.take(order[:held])
+def _one_unit(data: Data, whose: str) -> str:
+    return (
+        f'{data.train}: {whose} has rows of one "{data.unit}" only; at least two are needed, one of them is '
+        "kept from training"
+    )
+
+
+def _hold_apart(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """The rows to train on, and about a `share` kept from training: at least one unit of each.
+
+    A hash of the seed and the unit (of a row: its text) decides, each by itself: were it a draw among all, a
+    row that comes or goes would move others between training and validation, and no claim about one row
+    would hold for a silo's data. Only where all would be on one side, one with the outermost hash changes it,
+    which moves one more unit where that one comes or goes.
+    """
+    units = rows.by_unit()
+    keys = [_place(seed, rows.units[unit[0]] if rows.units else rows.texts[unit[0]]) for unit in units]
+    order = sorted(range(len(units)), key=lambda number: keys[number])
+    held = min(max(1, sum(key < share for key in keys)), len(units) - 1)
+    kept = set(order[:held])
+    return (
+        rows.take(np.concatenate([unit for number, unit in enumerate(units) if number not in kept])),
+        rows.take(np.concatenate([unit for number, unit in enumerate(units) if number in kept])),
+    )
+
+
+def _place(seed: int, unit: str) -> float:
+    """A number in [0, 1) that depends on both alone."""
+    digest = hashlib.sha256(
+        f"{seed}/{_VALIDATION}/".encode() + unit.encode("utf-8", "surrogatepass")
+    ).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def dirichlet_split(
@@ -212,12 +268,16 @@ def _pool(train: Rows, drawn: NDArray[np.int64], test: Rows, most: int, rng: np.
 
 
 def _split(
-    labels: NDArray[np.int64], groups: Sequence[str], data: Data, rng: np.random.Generator
+    rows: Rows, groups: Sequence[str], data: Data, rng: np.random.Generator
 ) -> dict[str, NDArray[np.int64]]:
     split = data.split
     if isinstance(split, DirichletSplit):
         try:
-            parts = dirichlet_split(labels, split.silos, split.alpha, split.min_rows, rng)
+            units = rows.by_unit()
+            first = rows.labels[[unit[0] for unit in units]]
+            drawn = dirichlet_split(first, split.silos, split.alpha, split.min_rows, rng)
+            # With units their first rows' labels decide, and `min_rows` counts units.
+            parts = [np.sort(np.concatenate([units[unit] for unit in part])) for part in drawn]
         except DataError as error:
             raise DataError(f"{data.train}: {error}") from error
         return {f"silo-{number}": part for number, part in enumerate(parts, start=1)}
@@ -267,7 +327,7 @@ def _encode(table: Table, labels: tuple[str, ...], where: str) -> Rows:
                 "remove the row or add the label there"
             )
     encoded = np.array([index[label] for label in table.labels], dtype=np.int64)
-    return Rows(tuple(table.ids), tuple(table.texts), encoded)
+    return Rows(tuple(table.ids), tuple(table.texts), encoded, tuple(table.units))
 
 
 def _read(data: Data) -> tuple[Table, Table]:
@@ -279,7 +339,7 @@ def _read(data: Data) -> tuple[Table, Table]:
         raise DataError(f"{data.test}: is data.train and data.test at once; hold rows apart for the test")
     group = data.split.column if isinstance(data.split, ColumnSplit) else None
     train = _load(data.train, data, group, test=False)
-    test = _load(data.test, data, None, test=True)
+    test = _load(data.test, data.model_copy(update={"unit": None}), None, test=True)
     if not set(train.ids).isdisjoint(test.ids):
         train = replace(train, ids=[f"train/{row}" for row in train.ids])
         test = replace(test, ids=[f"test/{row}" for row in test.ids])
@@ -288,7 +348,9 @@ def _read(data: Data) -> tuple[Table, Table]:
 
 def _load(source: str, config: Data, group: str | None, *, test: bool) -> Table:
     if not source.startswith(PREFIX):
-        return read_table(Path(source), config.text, config.label, group)
+        return read_table(Path(source), config.text, config.label, group, config.unit)
+    if config.unit is not None:
+        raise DataError(f'{source}: has no column "{config.unit}", so data.unit cannot name it; leave it out')
     if group is not None:
         raise DataError(f'{source}: has no column "{group}"; set data.split.by to "dirichlet"')
     documents = [d for d in unique(load_builtin(source)) if in_test_part(d.text) == test]

@@ -15,22 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from securefl.centroid_privacy import calibrate_centroids, nearest_seed, release_means, release_noisy_sums
 from securefl.config import CentroidPrivacy, Config
 from securefl.data import Rows
+from securefl.dp_sgd import fit_private
+from securefl.dp_terms import training_mechanism
 from securefl.errors import NonFiniteUpdate
 from securefl.messages import FedKcTerms
 from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
 from securefl.methods.fedprox import proximal_term
 from securefl.models import Slm, load_slm
-from securefl.privacy import (
-    LocalResult,
-    Noise,
-    calibrate_centroids,
-    nearest_seed,
-    release_means,
-    release_noisy_sums,
-)
-from securefl.release import MAX_MAGNITUDE, Release, canonical_json
+from securefl.privacy import LocalResult, Noise
+from securefl.release import MAX_MAGNITUDE, Adjacency, DpSgd, Release, canonical_json
 from securefl.training import embed, fit, head_probabilities
 
 SEED_TEXTS = ("{}", "a text about {}", "news about {}", "the topic is {}", "{}, in short", "more on {}")
@@ -45,7 +41,7 @@ class SiloData:
 
 
 class LocalTraining(Protocol):
-    """Trains `slm` in place; a simulation passes one that remembers results."""
+    """Trains `slm` in place; a simulation passes one that remembers results. As `train_locally`."""
 
     def __call__(
         self,
@@ -54,9 +50,10 @@ class LocalTraining(Protocol):
         config: Config,
         epochs: int,
         seed: int,
+        noise: Noise,
         knowledge: Sequence[Knowledge] = (),
         cancelled: Callable[[], bool] | None = None,
-    ) -> None: ...
+    ) -> DpSgd | None: ...
 
 
 def train_locally(
@@ -65,26 +62,45 @@ def train_locally(
     config: Config,
     epochs: int,
     seed: int,
+    noise: Noise,
     knowledge: Sequence[Knowledge] = (),
     cancelled: Callable[[], bool] | None = None,
-) -> None:
+) -> DpSgd | None:
     """Fine-tune on a silo's rows: the cross-entropy, and what the method adds to it.
 
     With knowledge alpha times the consistency loss (8) of FedKC; with FedProx the proximal term around the
-    weights that `slm` has at the call. cancelled: asked between steps. Raises as `training.fit` does.
+    weights that `slm` has at the call. Where `privacy.dp_sgd` is set, by DP-SGD with `noise`, and the claim
+    on the weights is returned. cancelled: asked between steps. Raises as `training.fit` and
+    `dp_sgd.fit_private`.
     """
-
+    terms, penalty = config.slm, _penalty(slm, config, knowledge)
+    mechanism, private = training_mechanism(config, epochs), config.privacy.dp_sgd
+    if mechanism is not None and private is not None:
+        return fit_private(
+            slm,
+            rows,
+            mechanism,
+            noise,
+            learning_rate=terms.learning_rate,
+            head_learning_rate=terms.head_learning_rate,
+            physical_batch=private.physical_batch,
+            engine=private.engine,
+            precision=private.precision,
+            penalty=penalty,
+            cancelled=cancelled,
+        )
     fit(
         slm,
         rows,
         epochs=epochs,
-        batch_size=config.slm.batch_size,
-        learning_rate=config.slm.learning_rate,
-        head_learning_rate=config.slm.head_learning_rate,
+        batch_size=terms.batch_size,
+        learning_rate=terms.learning_rate,
+        head_learning_rate=terms.head_learning_rate,
         seed=seed,
-        penalty=_penalty(slm, config, knowledge),
+        penalty=penalty,
         cancelled=cancelled,
     )
+    return None
 
 
 def _penalty(slm: Slm, config: Config, knowledge: Sequence[Knowledge]) -> Callable[[Slm], Tensor] | None:
@@ -133,7 +149,7 @@ def public_seeds(slm: Slm, clusters: int) -> tuple[list[str], NDArray[np.float32
 class CentroidJob:
     """How one centroid release is made. releases: of the whole run, which share the budget.
 
-    seed: of the k-means start. noise: for a private release.
+    seed: of the k-means start. noise: for a private release. unit, adjacency: of its claim.
     """
 
     terms: FedKcTerms
@@ -141,6 +157,8 @@ class CentroidJob:
     releases: int
     seed: int
     noise: Noise
+    unit: str
+    adjacency: Adjacency
 
 
 def release_centroids(
@@ -148,8 +166,9 @@ def release_centroids(
 ) -> tuple[Release, list[list[str]]]:
     """A silo's centroids of its rows under `slm`, and the row ids behind each (the truth, which stays).
 
-    Without noise: k-means on the pooled vectors and the means of the chosen layer, as FedKC shares them. With
-    noise: the nearest of public seeds and noisy sums (`privacy.release_noisy_sums`).
+    Without noise: k-means on the pooled vectors and the means of the chosen layer, as FedKC shares them, and
+    nothing is claimed; clusters of fewer than the minimum of units are withheld. With noise: the nearest of
+    public seeds and noisy sums (`centroid_privacy.release_noisy_sums`).
     """
     terms, privacy = job.terms, job.privacy
     pooled = embed(slm, rows.texts, "pooled")
@@ -163,20 +182,39 @@ def release_centroids(
         vectors, mask = embed(slm, rows.texts, "embeddings")
     if not privacy.noised:
         assignment = cluster(pooled, terms.clusters, job.seed)
-        means, members = compose(vectors, mask, predictions, assignment, privacy.min_size)
-        release = release_means(LocalResult(means.tensors(), len(rows)), info, privacy.min_size)
+        # Many rows of one patient are no crowd.
+        whole = np.flatnonzero(np.isin(assignment, _crowded(assignment, rows, privacy.min_size)))
+        means, groups = compose(
+            vectors[whole],
+            None if mask is None else mask[whole],
+            predictions[whole],
+            assignment[whole],
+            privacy.min_size,
+        )
+        members = [whole[group] for group in groups]
+        release = release_means(LocalResult(means.tensors(), len(rows)), info, privacy.min_size, job.unit)
     else:
         texts, seeds = public_seeds(slm, terms.clusters)
         clip = privacy.clip if privacy.clip is not None else public_clip(slm, texts, terms.compose)
         # The names of the labels and the round's model decide this, never a row.
         if not (np.isfinite(seeds).all() and 1e-6 <= clip <= MAX_MAGNITUDE):
             raise NonFiniteUpdate("the round's model gives no usable vectors for public texts")
-        mechanism = calibrate_centroids(privacy, clip, job.releases)
+        mechanism = calibrate_centroids(privacy, clip, job.releases, unit=job.unit, adjacency=job.adjacency)
         assignment = nearest_seed(pooled, seeds)
         local = LocalResult({"vectors": vectors, "predictions": predictions}, len(rows))
-        release, kept = release_noisy_sums(local, assignment, terms.clusters, mechanism, job.noise, info)
+        release, kept = release_noisy_sums(
+            local, assignment, terms.clusters, mechanism, job.noise, info, rows.units
+        )
         members = [np.flatnonzero(assignment == seed) for seed in kept]
     return release, [[rows.ids[i] for i in group] for group in members]
+
+
+def _crowded(assignment: NDArray[np.int64], rows: Rows, min_size: int) -> list[int]:
+    """The clusters that at least `min_size` units have rows in."""
+    units: dict[int, set[str]] = {}
+    for cell, unit in zip(assignment.tolist(), rows.units or rows.ids, strict=True):
+        units.setdefault(cell, set()).add(unit)
+    return [cell for cell, whose in units.items() if len(whose) >= min_size]
 
 
 def public_clip(slm: Slm, texts: Sequence[str], layer: str) -> float:

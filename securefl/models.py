@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 _NOTE = "securefl.json"
 _SCHEMA = "securefl.model/1"
 _HEAD_STD = 0.02  # BERT's initializer_range
+_HEADS: Final = ("classifier", "score")  # what transformers calls the linear layer of a token classifier
 
 
 class Slm(nn.Module):
@@ -79,15 +80,39 @@ class Slm(nn.Module):
         self.name = name
         self.train_embeddings = train_embeddings
         self.lora: Lora | None = None
-        if not isinstance(getattr(model, "classifier", None), nn.Linear):
+        heads = [head for head in _HEADS if isinstance(getattr(model, head, None), nn.Linear)]
+        if not heads:
             raise ModelError(
                 f"{name}: a {model.config.model_type} model has no linear token classifier to train"
             )
-        self.width: int = model.classifier.in_features
+        self._head = heads[0]
+        self.width: int = self.classifier.in_features
         self._arguments = frozenset(inspect.signature(model.base_model.forward).parameters)
         if not train_embeddings:
-            self._embedding_layer().requires_grad_(False)
+            for layer in self._embedding_layers():
+                layer.requires_grad_(False)
         self.eval()
+
+    @property
+    def classifier(self) -> nn.Linear:
+        """The linear head; decoders name it `score`."""
+        head = getattr(self.model, self._head)
+        assert isinstance(head, nn.Linear)
+        return head
+
+    def _embedding_layers(self) -> list[nn.Module]:
+        """What `train_embeddings` is about: the embedding layer, or a decoder's bare tables.
+
+        The latter are the token table and whatever tables stand beside it, as GPT-2's of places does.
+        """
+        if isinstance(getattr(self.model.base_model, "embeddings", None), nn.Module):
+            return [self._embedding_layer()]
+        table = self.model.base_model.get_input_embeddings()
+        for parent in self.model.base_model.modules():
+            children = list(parent.children())
+            if any(child is table for child in children):
+                return [child for child in children if isinstance(child, nn.Embedding)]
+        return [self._embedding_layer()]  # raises
 
     def _embedding_layer(self) -> nn.Module:
         layer = getattr(self.model.base_model, "embeddings", None)
@@ -101,15 +126,26 @@ class Slm(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        weight: Tensor = self.model.classifier.weight
-        return weight.device
+        return self.classifier.weight.device
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """input_ids and attention_mask (B, S) int64, padded to the longest and cut at `max_length` tokens."""
-        encoded = self.tokenizer(
+        """input_ids and attention_mask (B, S) int64, padded to the longest and cut at `max_length` tokens.
+
+        A text without any token (an empty one, where the tokenizer adds none of its own) is one end-of-text.
+        """
+        encoded = self._encode(texts)
+        empty = encoded["attention_mask"].sum(1) == 0
+        if empty.any():
+            end = self.tokenizer.eos_token or self.tokenizer.pad_token
+            filled = [end if none else text for text, none in zip(texts, empty.tolist(), strict=True)]
+            encoded = self._encode(filled)
+        return {k: v.to(self.device) for k, v in encoded.items() if k in self._arguments}
+
+    def _encode(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        encoded: Mapping[str, Tensor] = self.tokenizer(
             list(texts), padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
         )
-        return {k: v.to(self.device) for k, v in encoded.items() if k in self._arguments}
+        return encoded
 
     def _positions(self, shape: torch.Size) -> dict[str, Tensor]:
         """Explicit position ids where the encoder counts from 0; RoBERTa makes its own, past the padding."""
@@ -118,13 +154,18 @@ class Slm(nn.Module):
             return {}
         return {"position_ids": torch.arange(shape[1], device=self.device).repeat(shape[0], 1)}
 
+    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What the transformers model is called with for a batch; every tensor has a first dimension of B."""
+        cache = {"use_cache": False} if "use_cache" in self._arguments else {}
+        return {**batch, **self._positions(batch["input_ids"].shape), **cache}
+
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """(B, S, d): what the token classifier reads, the encoder's last layer for most architectures."""
-        return self._run({**batch, **self._positions(batch["input_ids"].shape)})
+        return self._run(self.inputs(batch))
 
-    def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _run(self, inputs: Mapping[str, Any]) -> Tensor:
         read: list[Tensor] = []
-        hook = self.model.classifier.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        hook = self.classifier.register_forward_pre_hook(lambda _, args: read.append(args[0]))
         try:
             self.model(**inputs)
         finally:
@@ -133,11 +174,11 @@ class Slm(nn.Module):
 
     def pooled(self, batch: Mapping[str, Tensor]) -> Tensor:
         """(B, d): the mean of `hidden` over the real tokens."""
-        return _masked_mean(self.hidden(batch), batch["attention_mask"])
+        return masked_mean(self.hidden(batch), batch["attention_mask"])
 
     def head(self, pooled: Tensor) -> Tensor:
         """(..., C) logits of (..., d) pooled vectors."""
-        logits: Tensor = self.model.classifier(pooled)
+        logits: Tensor = self.classifier(pooled)
         return logits
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -182,7 +223,7 @@ class Slm(nn.Module):
             hook.remove()
         if not ran:
             raise ModelError(f"{self.name}: its encoder does not run on given embedding-layer outputs")
-        return _masked_mean(hidden, mask)
+        return masked_mean(hidden, mask)
 
     def adapt(self, lora: Lora, seed: int) -> None:
         """From now on only a LoRA adapter, drawn from `seed`, and the head train and travel.
@@ -247,7 +288,8 @@ class Slm(nn.Module):
             (draft / _NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 
 
-def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, d): the mean of `values` (B, S, d) over the real tokens, which `mask` (B, S) marks with 1."""
     weight = mask.to(values.dtype).unsqueeze(-1)
     return (values * weight).sum(1) / weight.sum(1).clamp(min=1)
 
@@ -282,7 +324,10 @@ def _load_classifier(
     """The model of a folder, and the names of its parameters that the folder does not have."""
     tokenizer = load_quietly("tokenizer", name, lambda: AutoTokenizer.from_pretrained(folder, **_LOCAL))
     if tokenizer.pad_token_id is None:
-        raise ModelError(f"{name}: the tokenizer has no padding token, so texts cannot be batched")
+        if tokenizer.eos_token_id is None:
+            raise ModelError(f"{name}: the tokenizer has neither a padding nor an end-of-text token")
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"  # places count from a text's first token, for decoders too
 
     def read() -> tuple[PreTrainedModel, dict[str, Any]]:
         names = {
@@ -332,7 +377,7 @@ def load_slm(
     folder = resolve(name)
     config_of(folder, name)
     slm, _ = _load_classifier(folder, name, labels, max_length, train_embeddings, seed)
-    head = slm.model.classifier
+    head = slm.classifier
     with torch.no_grad():
         head.weight.normal_(0, _HEAD_STD, generator=torch.Generator().manual_seed(seed))
         if head.bias is not None:

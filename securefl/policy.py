@@ -26,12 +26,15 @@ from securefl.errors import BudgetExceeded, ConfigError, PolicyRefusal, UsageErr
 from securefl.files import write_atomic
 from securefl.messages import FINGERPRINT, NAME, Party, RoundPlan
 from securefl.release import (
+    ROW,
+    Adjacency,
     GaussianSums,
     Independent,
     Noised,
     NonPrivate,
     PayloadKind,
     Release,
+    Unit,
     canonical_json,
 )
 
@@ -61,12 +64,17 @@ DataSet = Annotated[str, Field(pattern=NAME)]
 
 
 class Ceiling(BaseModel):
-    """What all private releases of one data set may add up to, over its whole life."""
+    """What all private releases of one data set may add up to, over its whole life.
+
+    unit, adjacency: whom that is about; releases that protect something else are refused.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     max_epsilon: float = Field(gt=0)
     delta: float = Field(gt=0, lt=1)
+    unit: Unit = ROW
+    adjacency: Adjacency = "add-remove"
 
 
 class Policy(BaseModel):
@@ -156,7 +164,8 @@ class Policy(BaseModel):
     datasets: dict[DataSet, Ceiling] = Field(
         default={},
         description="Its data sets, by the name in the client's configuration, and the epsilon and delta "
-        "that all private releases of each may reach over its life.",
+        "that all private releases of each may reach over its life, for each `unit` (unset: row) under "
+        "`adjacency` (unset: add-remove).",
     )
 
     @field_validator("kinds", "nonprivate")
@@ -328,6 +337,14 @@ class Policy(BaseModel):
             self._refuse("datasets", f"{dataset} is not listed")
         if account_after.private_epsilon is None:
             return
+        about = (account_after.unit, account_after.adjacency)
+        if account_after.says_unit and about != (ceiling.unit, ceiling.adjacency):
+            raise BudgetExceeded(
+                f"the policy of {self.name} forbids it: datasets.{dataset}: its ceiling is for each "
+                f"{ceiling.unit} under {ceiling.adjacency}, and this release for each {about[0]} under "
+                f"{about[1]}",
+                "datasets",
+            )
         epsilon = account_after.private_epsilon_at(ceiling.delta)
         if not epsilon <= ceiling.max_epsilon * (1 + ROUNDING):
             raise BudgetExceeded(

@@ -1,42 +1,53 @@
-"""From a silo's secret results to what may leave: clipping, noise, calibration, and the claim.
+"""From a silo's secret results to what may leave: noise, calibration, and the claim.
 
-The only producer of `Release` from private data. What training gives is a `LocalResult`, which has no
-serialiser and prints nothing; what this room returns carries a claim, `NonPrivate` with its reason or a
-mechanism with its parameters. No files, no keys, no model code.
+With `centroid_privacy` the only producer of `Release` from private data. What training gives is a
+`LocalResult`, which has no serialiser and prints nothing; what this room returns carries a claim,
+`NonPrivate` with its reason or a mechanism with its parameters. No files, no keys, no model code.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import log_ndtr
 from scipy.stats import norm
 
-from securefl.config import CentroidPrivacy
+from securefl.config import MetricPrivacy
 from securefl.errors import ConfigError, SecureflError
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, Release, Tensors
-
-# How the budget mu^2 of one centroid release is spent. The sums have the most coordinates to hide and get
-# most of it; a count and a mean prediction are few numbers of sensitivity 1 and stay useful with little.
-SUM_SHARE, COUNT_SHARE, PREDICTION_SHARE = 0.8, 0.1, 0.1
+from securefl.release import (
+    ROW,
+    Adjacency,
+    Claim,
+    DpSgd,
+    GaussianCounts,
+    NonPrivate,
+    PayloadKind,
+    Release,
+    Tensors,
+    canonical_json,
+)
 
 
 @dataclass(frozen=True, repr=False)
 class LocalResult:
     """What a silo computed from its rows. Secret: it has no serialiser, and its repr shows nothing.
 
-    tensors: arrays; rows: how many rows they come from.
+    tensors: arrays. rows: how many rows they come from, or None where that may not be told and every silo
+    weighs the same. claim: of a training under differential privacy.
     """
 
     tensors: Tensors
-    rows: int
+    rows: int | None
+    claim: DpSgd | None = None
 
     def __repr__(self) -> str:
         return "LocalResult(secret)"
@@ -97,61 +108,31 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
     return float(brentq(lambda rho: zcdp_epsilon(rho, delta) - epsilon, 1e-14, high, xtol=1e-18, rtol=1e-12))
 
 
-@dataclass(frozen=True)
-class CentroidMechanism:
-    """One centroid release as a Gaussian mechanism; multipliers are sigma over sensitivity.
-
-    clip: L2 bound of a row's vector (its whole matrix for the embedding layer). min_size: centroids whose
-    noisy count is below it are withheld, and no sum is divided by less.
-    """
-
-    clip: float
-    noise_multiplier: float
-    count_multiplier: float
-    prediction_multiplier: float
-    delta: float
-    min_size: int
-
-    @property
-    def mu(self) -> float:
-        """Gaussian-DP parameter under add/remove: the three blocks are released together."""
-        return math.sqrt(
-            self.noise_multiplier**-2 + self.count_multiplier**-2 + self.prediction_multiplier**-2
-        )
-
-
-def calibrate_centroids(terms: CentroidPrivacy, clip: float, releases: int) -> CentroidMechanism:
-    """The mechanism of each of `releases` centroid releases whose total is `terms`' budget.
-
-    With `epsilon` the budget is that of all releases together (mu adds in squares); with
-    `noise_multiplier` every release has that multiplier on its sums.
-    """
-    if terms.noise_multiplier is not None:
-        mu = 1 / (terms.noise_multiplier * math.sqrt(SUM_SHARE))
-    elif terms.epsilon is not None:
-        mu = gaussian_mu(terms.epsilon, terms.delta) / math.sqrt(max(1, releases))
-    else:
-        raise ConfigError("privacy.centroids: set epsilon or noise_multiplier for a private release")
-    return CentroidMechanism(
-        clip=clip,
-        noise_multiplier=1 / (mu * math.sqrt(SUM_SHARE)),
-        count_multiplier=1 / (mu * math.sqrt(COUNT_SHARE)),
-        prediction_multiplier=1 / (mu * math.sqrt(PREDICTION_SHARE)),
-        delta=terms.delta,
-        min_size=terms.min_size,
-    )
-
-
 @dataclass(frozen=True, repr=False)
 class Noise:
     """Where the noise of private releases comes from, and how a claim names it.
 
-    draw: gives the generator for one release; asked anew for each.
+    draw: gives the generator for one release; asked anew for each. seed: of a simulation.
     """
 
     draw: Callable[[], np.random.Generator]
     name: str
     simulated: bool
+    seed: int | None = None
+
+    def for_purpose(self, *parts: object) -> Noise:
+        """The same source for one purpose: with a seed, what it gives depends on that and the purpose alone,
+        and not on what was drawn before, so that a simulation can leave out what it has done already.
+        """
+        if self.seed is None:
+            return self
+        digest = hashlib.sha256(canonical_json([str(part) for part in parts])).digest()
+        entropy = [self.seed, *np.frombuffer(digest, np.uint32).tolist()]
+
+        def draw() -> np.random.Generator:
+            return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+
+        return Noise(draw, self.name, self.simulated, self.seed)
 
 
 def noise_source(seed: int | None) -> Noise:
@@ -167,133 +148,151 @@ def noise_source(seed: int | None) -> Noise:
 
         return Noise(fresh, "philox4x64, 256 bits from the OS", False)
     generator = np.random.Generator(np.random.Philox(seed))
-    return Noise(lambda: generator, "philox4x64 from a seed", True)
+    return Noise(lambda: generator, "philox4x64 from a seed", True, seed)
 
 
 def release_model(result: LocalResult, info: Mapping[str, Any]) -> Release:
-    """The trained weights and the row count, under no privacy claim (training is not DP here)."""
+    """The trained weights: under the claim of their training, or with the row count under none."""
     tensors = {name: np.asarray(array, np.float32) for name, array in result.tensors.items()}
+    if result.claim is not None:
+        return Release(PayloadKind.MODEL, tensors, dict(info), result.claim)
     reason = "weights trained on the rows without differential privacy, and their exact number"
     return Release(PayloadKind.MODEL, tensors, {**info, "rows": result.rows}, NonPrivate(reason=reason))
 
 
-def release_average(tensors: Tensors, info: Mapping[str, Any]) -> Release:
-    """The server's global model, which every silo of the cohort reads."""
+def release_average(tensors: Tensors, info: Mapping[str, Any], claim: Claim | None) -> Release:
+    """The server's global model, which every silo of the cohort reads.
+
+    claim: of the trainings that it was made from, where they were under differential privacy.
+    """
     reason = "made from weights trained without differential privacy"
-    return Release(PayloadKind.MODEL, tensors, dict(info), NonPrivate(reason=reason))
+    return Release(PayloadKind.MODEL, tensors, dict(info), claim or NonPrivate(reason=reason))
 
 
-def release_metrics(metrics: Mapping[str, float | bool], info: Mapping[str, Any]) -> Release:
-    """Figures computed with private models or rows; exact, so no claim."""
-    claim = NonPrivate(reason="exact figures of a model trained on the rows")
-    return Release(PayloadKind.METRICS, {}, {**info, "metrics": dict(metrics)}, claim)
+def release_metrics(
+    metrics: Mapping[str, float | bool], info: Mapping[str, Any], claim: GaussianCounts | None = None
+) -> Release:
+    """Figures computed with private models or rows: made from noisy counts under `claim`, or else exact."""
+    exact = NonPrivate(reason="exact figures of a model trained on the rows")
+    return Release(PayloadKind.METRICS, {}, {**info, "metrics": dict(metrics)}, claim or exact)
 
 
-def _kind(vectors: NDArray[Any]) -> PayloadKind:
-    return PayloadKind.CENTROIDS if vectors.ndim == 2 else PayloadKind.EMBEDDING_CENTROIDS
+def unit_weights(units: Sequence[str], rows: int, unit: str) -> NDArray[np.float64]:
+    """(rows,) what each row counts for: 1, or 1/m where m rows have its unit, so that a unit counts for 1.
 
+    units: of each row, or empty where every row is one by itself; unit: the claim's. m depends on the unit's
+    own rows alone, so a unit that comes or goes moves no other one's part. Whatever one unit then adds to a
+    sum is the mean of what its rows would add, which no norm finds longer than the longest of them: every
+    sensitivity of a row is that of a unit.
 
-def release_means(means: LocalResult, info: Mapping[str, Any], min_size: int) -> Release:
-    """KMeans centroids as they are, as the paper shares them. A minimum size is not anonymity.
-
-    means.tensors: centroids (q, d) or (q, S, d), mask (q, S) with the latter, predictions (q, C), sizes (q,).
-    Raises SecureflError where a cluster below `min_size` is among them: it should have been withheld.
+    Raises SecureflError where the units are not those of the claim.
     """
-    sizes = means.tensors["sizes"]
-    if sizes.size and sizes.min() < min_size:
-        raise SecureflError(f"a cluster below the minimum size of {min_size} was about to be released")
-    reason = f"exact means of k-means clusters of the rows; a minimum cluster size of {min_size} is not DP"
-    tensors = {name: np.asarray(array, np.float32) for name, array in means.tensors.items()}
-    return Release(_kind(tensors["centroids"]), tensors, dict(info), NonPrivate(reason=reason))
+    if len(units) not in (0, rows):
+        raise SecureflError(f"{rows} rows have the units of {len(units)}; nothing was released")
+    if rows and bool(units) != (unit != ROW):
+        raise SecureflError(f'the rows do not have the units of a claim by "{unit}"; nothing was released')
+    if not units:
+        return np.ones(rows)
+    members = Counter(units)  # not numpy's strings, which lose a trailing NUL and would join two units
+    return np.array([1 / members[one] for one in units])
 
 
-def clip_rows(vectors: NDArray[Any], clip: float) -> NDArray[np.float64]:
-    """Each row (all axes but the first) scaled down to L2 norm `clip` around 0, the public centre.
+@dataclass(frozen=True)
+class MetricMechanism:
+    """One number, or pair of numbers, of right answers with Gaussian noise.
 
-    A row with NaN or infinity in it becomes 0. That depends on the row alone, as a sensitivity bound needs: a
-    server could send weights that overflow on the rows with a certain word, and a sum that then came out as
-    NaN, or was refused, would tell that such a row is there.
+    noise_multiplier: its standard deviation over what one unit changes at most (L2) under `adjacency`.
     """
-    flat = np.asarray(vectors, np.float64).reshape(len(vectors), math.prod(vectors.shape[1:]))
-    flat = np.where(np.isfinite(flat).all(axis=1, keepdims=True), flat, 0.0)
-    norms = np.linalg.norm(flat, axis=1, keepdims=True)
-    return np.asarray((flat * np.minimum(1.0, clip / np.maximum(norms, 1e-30))).reshape(vectors.shape))
+
+    noise_multiplier: float
+    delta: float
+    unit: str = ROW
+    adjacency: Adjacency = "add-remove"
+
+    @property
+    def mu(self) -> float:
+        """Gaussian-DP parameter of one use."""
+        return 1 / self.noise_multiplier
+
+    def claim(self, noise: Noise) -> GaussianCounts:
+        """The claim of one use."""
+        return GaussianCounts(
+            epsilon=gaussian_epsilon(self.mu, self.delta),
+            delta=self.delta,
+            mu=self.mu,
+            noise_multiplier=self.noise_multiplier,
+            unit=self.unit,
+            adjacency=self.adjacency,
+            generator=noise.name,
+            simulated=noise.simulated,
+        )
 
 
-def _simplex_rows(predictions: NDArray[Any]) -> NDArray[np.float64]:
-    """Each row as it is where it lies in the simplex, else uniform: of the row alone, as in `clip_rows`."""
-    rows = np.asarray(predictions, np.float64)
-    with np.errstate(invalid="ignore"):
-        inside = np.isfinite(rows).all(axis=1) & (rows >= -1e-6).all(axis=1)
-        inside &= np.abs(rows.sum(axis=1) - 1) <= 1e-4
-    return np.where(inside[:, None], rows, 1.0 / rows.shape[1])
+def calibrate_metrics(
+    terms: MetricPrivacy, adjacency: Adjacency, releases: int, unit: str = ROW
+) -> MetricMechanism:
+    """The mechanism of each of `releases` uses (`release_counts`, `decide`) whose total is `terms`' budget.
+
+    With `epsilon` the budget is that of all together (mu adds in squares); with `noise_multiplier` each use
+    has that one.
+    """
+    if terms.noise_multiplier is not None:
+        return MetricMechanism(terms.noise_multiplier, terms.delta, unit, adjacency)
+    if terms.epsilon is None:
+        raise ConfigError("privacy.metrics: set epsilon or noise_multiplier for private figures")
+    mu = gaussian_mu(terms.epsilon, terms.delta) / math.sqrt(max(1, releases))
+    return MetricMechanism(1 / mu, terms.delta, unit, adjacency)
 
 
-def nearest_seed(pooled: NDArray[Any], seeds: NDArray[Any]) -> NDArray[np.int64]:
-    """Index of the closest of q public seeds (q, d) for each pooled vector (n, d)."""
-    rows = np.asarray(pooled, np.float64)
-    # As in `clip_rows`: what is not finite counts as 0, whatever the other rows are.
-    rows = np.where(np.isfinite(rows).all(axis=1, keepdims=True), rows, 0.0)
-    gaps = np.linalg.norm(rows[:, None, :] - np.asarray(seeds, np.float64)[None], axis=2)
-    return np.asarray(gaps.argmin(axis=1), np.int64)
+# What one unit changes at most (L2). It adds (a, 1) to the pair (right answers, rows), a in [0, 1] the share
+# of its rows that is right: sqrt(2) where it comes or goes, and 1 where another takes its place, for the
+# second number then stays. To a difference of two models' right answers it adds a number in [-1, 1].
+_PAIR: Mapping[Adjacency, float] = {"add-remove": math.sqrt(2), "replace-one": 1.0}
+_DIFFERENCE: Mapping[Adjacency, float] = {"add-remove": 1.0, "replace-one": 2.0}
 
 
-def _sums(values: NDArray[np.float64], assignment: NDArray[np.int64], clusters: int) -> NDArray[np.float64]:
-    total = np.zeros((clusters, *values.shape[1:]))
-    np.add.at(total, assignment, values)
-    return total
-
-
-def release_noisy_sums(
-    local: LocalResult,
-    assignment: NDArray[np.int64],
-    clusters: int,
-    mechanism: CentroidMechanism,
+def release_counts(
+    right: ArrayLike,
+    units: Sequence[str],
+    mechanism: MetricMechanism,
     noise: Noise,
     info: Mapping[str, Any],
-) -> tuple[Release, NDArray[np.int64]]:
-    """An (epsilon, delta)-DP centroid release (spec: the end of the FedKC notes); unit row, add/remove.
+) -> Release:
+    """The number of right answers and that of rows, noised together, and the accuracy made from them.
 
-    local.tensors: vectors (n, d) or (n, S, d) with absent positions zero, predictions (n, C) in the simplex.
-    assignment: (n,) index of the nearest of `clusters` *public* seeds, a function of the row alone.
-    For every seed, empty ones too: S_k = sum of clipped vectors + N(0, (clip z_s)^2), n_k = count +
-    N(0, z_c^2), Y_k = sum of predictions + N(0, z_p^2). Centroids are S_k / max(n_k, min_size); those with
-    n_k < min_size are withheld, a decision on the noisy count alone. An embedding-layer matrix is divided by
-    the cluster's noisy count at every position, and its mask is all ones, so that lengths stay hidden.
-
-    Rows that are not finite, or predictions outside the simplex, are replaced row by row (see `clip_rows`).
-
-    Returns the release and the seed indices that it holds.
+    right: (n,) of 0 and 1; units: see `unit_weights`. A unit's rows count for 1 together, so by unit both
+    numbers are of units: `validation_rows` is noisy, and `validation_accuracy` the mean over units of each
+    one's share of right answers, cut to [0, 1].
     """
-    vectors = clip_rows(local.tensors["vectors"], mechanism.clip)
-    predictions = _simplex_rows(local.tensors["predictions"])
-    draw = noise.draw()
-    sums = _sums(vectors, assignment, clusters)
-    sums = sums + draw.normal(0, mechanism.clip * mechanism.noise_multiplier, sums.shape)
-    counts = np.bincount(assignment, minlength=clusters) + draw.normal(
-        0, mechanism.count_multiplier, clusters
-    )
-    votes = _sums(predictions, assignment, clusters)
-    votes = votes + draw.normal(0, mechanism.prediction_multiplier, votes.shape)
-    kept = np.flatnonzero(counts >= mechanism.min_size)
-    divisor = np.maximum(counts[kept], mechanism.min_size)
-    shares = np.maximum(votes[kept], 0) + 1e-6
-    tensors: dict[str, NDArray[Any]] = {
-        "centroids": (sums[kept] / divisor.reshape(-1, *[1] * (sums.ndim - 1))).astype(np.float32),
-        "predictions": (shares / shares.sum(axis=1, keepdims=True)).astype(np.float32),
-        "sizes": counts[kept].astype(np.float32),
-    }
-    if vectors.ndim == 3:
-        tensors["mask"] = np.ones(tensors["centroids"].shape[:2], np.float32)
-    claim = GaussianSums(
-        epsilon=gaussian_epsilon(mechanism.mu, mechanism.delta),
-        delta=mechanism.delta,
-        mu=mechanism.mu,
-        clip=mechanism.clip,
-        noise_multiplier=mechanism.noise_multiplier,
-        count_multiplier=mechanism.count_multiplier,
-        prediction_multiplier=mechanism.prediction_multiplier,
-        generator=noise.name,
-        simulated=noise.simulated,
-    )
-    return Release(_kind(tensors["centroids"]), tensors, dict(info), claim), kept
+    answers = _answers(right)
+    weights = unit_weights(units, len(answers), mechanism.unit)
+    scale = _PAIR[mechanism.adjacency] * mechanism.noise_multiplier
+    pair = np.array([weights @ answers, weights.sum()]) + noise.draw().normal(0, scale, 2)
+    rows = max(1.0, float(pair[1]))
+    accuracy = min(1.0, max(0.0, float(pair[0]) / rows))
+    metrics = {"validation_accuracy": accuracy, "validation_rows": max(0.0, float(pair[1]))}
+    return release_metrics(metrics, info, mechanism.claim(noise))
+
+
+def decide(
+    own: ArrayLike,
+    candidate: ArrayLike,
+    units: Sequence[str],
+    mechanism: MetricMechanism,
+    noise: Noise,
+) -> tuple[bool, GaussianCounts]:
+    """Whether a candidate model is at least as good as one's own, by their right answers on the same rows.
+
+    own, candidate: (n,) of 0 and 1; units: see `unit_weights`. The noisy difference of the two (weighted)
+    numbers of right answers is at least 0; the claim holds for the answer and for all that follows from it.
+    """
+    gained = _answers(candidate) - _answers(own)
+    weights = unit_weights(units, len(gained), mechanism.unit)
+    scale = _DIFFERENCE[mechanism.adjacency] * mechanism.noise_multiplier
+    noisy = float(weights @ gained) + float(noise.draw().normal(0, scale, 1)[0])
+    return noisy >= 0, mechanism.claim(noise)
+
+
+def _answers(right: ArrayLike) -> NDArray[np.float64]:
+    # A sensitivity of 1 a row needs 0 and 1, whatever a caller passes.
+    return np.asarray(right).astype(bool).astype(np.float64)

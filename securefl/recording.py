@@ -27,6 +27,7 @@ from securefl.release import (
     READABLE,
     SUMMED,
     Claim,
+    DpSgd,
     PayloadKind,
     Tensors,
     decode_release,
@@ -112,10 +113,15 @@ class RunFolder:
             target = self._sub(_PRIVATE, client) / f"r{plan.round:03d}-{plan.step.value}.json"
             write_atomic(target, json.dumps(truth).encode(), mode=0o600)
 
-    def global_model(self, number: int, tensors: Tensors, base: str, labels: Sequence[str]) -> None:
-        """Record the weights that the server sent to all silos at the start of a round (or at the end)."""
+    def global_model(
+        self, number: int, tensors: Tensors, base: str, labels: Sequence[str], claim: DpSgd | None = None
+    ) -> None:
+        """Record the weights that the server sent to all silos at the start of a round (or at the end).
+
+        claim: on the trainings that they were made from.
+        """
         info = {"round": number, "base": base, "labels": list(labels), "encoder": fingerprint(tensors)}
-        body = encode_release(release_average(tensors, info))
+        body = encode_release(release_average(tensors, info, claim))
         write_atomic(self._sub("releases", "server") / f"r{number:03d}-model.safetensors", body)
 
     def sum(self, opener: str, body: bytes) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from securefl.errors import NonFiniteUpdate, PayloadError, TooLarge, WrongShape
 
@@ -81,14 +81,29 @@ class Independent(_Claim):
     reason: str = Field(min_length=1, max_length=400)
 
 
-class GaussianSums(_Claim):
-    """Noisy sums, counts and mean predictions of every cluster (see `privacy.release_centroids`).
+ROW = "row"
+UNIT = r"^[^\x00-\x1f\x7f]{1,64}$"  # "row", or the column that names whose rows belong together
+Adjacency = Literal["add-remove", "replace-one"]
 
-    One row changes one cluster only, so the whole release is one Gaussian mechanism with
-    mu^2 = 1/noise_multiplier^2 + 1/count_multiplier^2 + 1/prediction_multiplier^2 under add/remove
-    adjacency, where a multiplier is standard deviation over sensitivity (Dong, Roth and Su, Gaussian
-    Differential Privacy, 2022). `epsilon` is that of this release alone at `delta`. `simulated` means that
-    the noise came from a seed, so the claim describes the mechanism and protects nobody.
+
+def _not_all(unit: str) -> str:
+    if unit == "silo":
+        raise ValueError("a claim about the whole silo is of another mechanism")
+    return unit
+
+
+Unit = Annotated[str, Field(pattern=UNIT), AfterValidator(_not_all)]
+
+
+class GaussianSums(_Claim):
+    """Noisy sums, counts and mean predictions of every cluster (see `centroid_privacy.release_noisy_sums`).
+
+    The whole release is one Gaussian mechanism of parameter `mu` (Dong, Roth and Su, Gaussian Differential
+    Privacy, 2022) for one `unit` under `adjacency`: under add-remove mu^2 = 1/noise_multiplier^2 +
+    1/count_multiplier^2 + 1/prediction_multiplier^2, where a multiplier is standard deviation over what one
+    unit adds at most (the clip for the sums, 1 for counts and predictions). `epsilon` is that of this
+    release alone at `delta`. `simulated` means that the noise came from a seed, so the claim describes the
+    mechanism and protects nobody.
     """
 
     mechanism: Literal["gaussian-sums"] = "gaussian-sums"
@@ -99,8 +114,52 @@ class GaussianSums(_Claim):
     noise_multiplier: float = Field(gt=0)
     count_multiplier: float = Field(gt=0)
     prediction_multiplier: float = Field(gt=0)
-    unit: Literal["row"] = "row"
+    unit: Unit = ROW
+    adjacency: Adjacency = "add-remove"
+    generator: str = Field(min_length=1)
+    simulated: bool
+
+
+class DpSgd(_Claim):
+    """Weights trained by DP-SGD (Abadi et al. 2016), and all that is made from them (see `dp_sgd`).
+
+    `steps` times a Poisson sample of the units at `sample_rate`, each unit's gradient clipped to the L2 norm
+    `clip`, and Gaussian noise of standard deviation `noise_multiplier` * clip on every coordinate of their
+    sum. `epsilon` is that of these steps alone at `delta`, the larger of what the `accountants` say; those of
+    a run compose in the account. per_unit: rows of one unit that take part, at most. `simulated` as in
+    `GaussianSums`.
+    """
+
+    mechanism: Literal["dp-sgd"] = "dp-sgd"
+    epsilon: float = Field(ge=0)
+    delta: float = Field(gt=0, lt=1)
+    noise_multiplier: float = Field(ge=0.1, le=1e6)
+    sample_rate: float = Field(gt=0, le=1)
+    steps: int = Field(ge=1, le=10**7)
+    clip: float = Field(gt=0)
+    sampling: Literal["poisson"] = "poisson"
+    per_unit: int = Field(ge=1)
+    accountants: str = Field(min_length=1, max_length=200)
+    unit: Unit = ROW
     adjacency: Literal["add-remove"] = "add-remove"
+    generator: str = Field(min_length=1)
+    simulated: bool
+
+
+class GaussianCounts(_Claim):
+    """Numbers of right answers on rows, with noise; what is decided or divided from them is made from them.
+
+    One Gaussian mechanism of parameter mu = 1 / noise_multiplier for one `unit`, whose rows weigh 1 together.
+    `epsilon` and `simulated` as in `GaussianSums`.
+    """
+
+    mechanism: Literal["gaussian-counts"] = "gaussian-counts"
+    epsilon: float = Field(ge=0)
+    delta: float = Field(gt=0, lt=1)
+    mu: float = Field(gt=0)
+    noise_multiplier: float = Field(gt=0)
+    unit: Unit = ROW
+    adjacency: Adjacency = "add-remove"
     generator: str = Field(min_length=1)
     simulated: bool
 
@@ -136,8 +195,8 @@ class DistributedNoise(_Claim):
     simulated: bool
 
 
-Noised = GaussianSums | DistributedNoise
-Claim = NonPrivate | Independent | GaussianSums | DistributedNoise
+Noised = GaussianSums | DistributedNoise | DpSgd | GaussianCounts
+Claim = NonPrivate | Independent | GaussianSums | DistributedNoise | DpSgd | GaussianCounts
 PrivacyClaim = Annotated[Claim, Field(discriminator="mechanism")]
 CLAIM: TypeAdapter[Claim] = TypeAdapter(PrivacyClaim)
 

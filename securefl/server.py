@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,16 @@ from securefl.agreement import (
     brings_model,
     check_cohort,
     fedkc_terms,
+    figures,
     names_model,
     steps_of_round,
     sum_terms,
-    tells_figures,
+    weighs_rows,
 )
 from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
+from securefl.dp_terms import round_claim
 from securefl.errors import (
     MalformedEnvelope,
     PayloadError,
@@ -40,8 +42,11 @@ from securefl.errors import (
 )
 from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
 from securefl.methods.averaging import weighted_mean
+from securefl.privacy import Noise, noise_source
 from securefl.receipt import make_receipt
 from securefl.release import (
+    DpSgd,
+    GaussianCounts,
     Independent,
     NonPrivate,
     PayloadKind,
@@ -53,8 +58,17 @@ from securefl.release import (
     fingerprint,
     release_from,
 )
-from securefl.summation import Answer, EncryptedSummation, MaskedSummation, OpenedSum, Summation
+from securefl.summation import (
+    Answer,
+    EncryptedSummation,
+    MaskedSummation,
+    OpenedSum,
+    Summation,
+    check_training,
+)
 
+_NOBODYS: Final[Noise] = noise_source(None)
+_FIGURES: Final = {"exact": NonPrivate, "noised": GaussianCounts, "none": Independent}
 MIN_COHORT = 2  # the "mean" of one silo's weights is that silo's weights
 MAX_ROWS = 10**9
 
@@ -132,8 +146,13 @@ class Server:
             return None
         plan = self._plan(self.model, ())
         if self.config.protection.models == "masked":
-            return MaskedSummation(self.roster, plan, self.model)
-        return EncryptedSummation(self.roster, plan, sum(array.size for array in self.model.values()))
+            return MaskedSummation(self.roster, plan, self.model, self._training(self.round))
+        length = sum(array.size for array in self.model.values())
+        return EncryptedSummation(self.roster, plan, length, self._training)
+
+    def _training(self, number: int) -> DpSgd | None:
+        """What a silo claims of its training in a round, but for whose noise it was; None without DP-SGD."""
+        return round_claim(self.config, number, _NOBODYS)
 
     def _plan(self, weights: Tensors, relayed: tuple[str, ...]) -> RoundPlan:
         return RoundPlan(
@@ -256,14 +275,11 @@ class Server:
             raise PayloadError(
                 f"{name} makes a claim of privacy for a {release.kind.value}, which has no rows"
             )
-        summed = self._summed and release.kind is not PayloadKind.MODEL
-        silent = release.kind is PayloadKind.METRICS and not tells_figures(self.config)
-        if not (summed or isinstance(release.claim, Independent if silent else NonPrivate)):
-            raise PayloadError(f"{name} claims privacy for a {release.kind.value}; no mechanism gives it")
+        self._check_claim(name, release)
         if release.kind is PayloadKind.MODEL:
             check_tensors(release.tensors, self.shapes[name], name)
             rows = release.info.get("rows")
-            if type(rows) is not int or not 0 < rows <= MAX_ROWS:
+            if weighs_rows(self.config) and (type(rows) is not int or not 0 < rows <= MAX_ROWS):
                 raise PayloadError(f"{name} sent a row count that is not a positive whole number")
         elif release.kind is PayloadKind.METRICS:
             figures = release.info.get("metrics")
@@ -273,6 +289,22 @@ class Server:
             if not plain or release.tensors:
                 raise PayloadError(f"{name} sent metrics that are not figures")
         return release
+
+    def _check_claim(self, name: str, release: Release) -> None:
+        """Require the claim that the configuration implies; those of sums are `summation`'s matter."""
+        claim, training = release.claim, self._training(self.round)
+        match release.kind:
+            case PayloadKind.METRICS:
+                due = _FIGURES[figures(self.config)]
+            case PayloadKind.MODEL if training is not None:
+                check_training(name, claim, training)
+                return
+            case PayloadKind.MODEL:
+                due = NonPrivate
+            case _:
+                return
+        if not isinstance(claim, due):
+            raise PayloadError(f"{name} makes another claim for its {release.kind.value} than was agreed")
 
     def drop(self, name: str, error: SecureflError) -> None:
         """Note that a silo's message in this step was refused; the round goes on without it."""
@@ -332,7 +364,10 @@ class Server:
                 )
             self.model = weighted_mean(
                 {name: release.tensors for name, release in releases.items()},
-                {name: float(release.info["rows"]) for name, release in releases.items()},
+                {
+                    name: float(release.info["rows"]) if weighs_rows(self.config) else 1.0
+                    for name, release in releases.items()
+                },
             )
         elif self.step is Step.TRAIN and not releases:
             raise TooFewSilos(f"round {self.round}: no silo sent a model")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from securefl.account import Account
+from securefl.agreement import figures, metric_releases, weighs_rows
+from securefl.centroid_privacy import CentroidMechanism, calibrate_centroids
 from securefl.config import PERMIT_EMBEDDINGS, Config
 from securefl.distributed_noise import round_multiplier
+from securefl.dp_terms import run_claim, training_mechanism
 from securefl.errors import BudgetExceeded, PolicyRefusal
 from securefl.policy import ROUNDING, Ceiling, Policy
-from securefl.privacy import calibrate_centroids, gaussian_epsilon, zcdp_epsilon
+from securefl.privacy import (
+    MetricMechanism,
+    calibrate_metrics,
+    noise_source,
+    zcdp_epsilon,
+)
 from securefl.release import Limits, PayloadKind
 
 
@@ -22,7 +30,8 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
     kinds: list[PayloadKind] = []
     if method != "standalone":
         kinds += [PayloadKind.MODEL, PayloadKind.METRICS]
-    nonprivate = [] if config.privacy.models is not None else list(kinds)
+    exact = {PayloadKind.MODEL: weighs_rows(config), PayloadKind.METRICS: figures(config) == "exact"}
+    nonprivate = [kind for kind in kinds if exact[kind]]
     if method == "fedkc" and config.fedkc.source == "peers":
         layered = config.fedkc.compose == "embeddings"
         kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
@@ -43,7 +52,14 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
         max_release_bytes=Limits().max_bytes,
         max_bytes_per_day=2**53,
         approval="automatic",
-        datasets={name: Ceiling(max_epsilon=config.policy.max_epsilon, delta=_delta(config))},
+        datasets={
+            name: Ceiling(
+                max_epsilon=config.policy.max_epsilon,
+                delta=_delta(config),
+                unit=config.data.unit_name,
+                adjacency=config.privacy.adjacency,
+            )
+        },
         base_models=(base,),
         allow_embedding_centroids=config.policy.allow_embedding_centroids,
     )
@@ -51,9 +67,10 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
 
 def _delta(config: Config) -> float:
     """At which a silo's whole account is held against the ceiling: no less than any of its claims names."""
-    centroids, models = config.privacy.centroids, config.privacy.models
-    deltas = [centroids.delta] if centroids.noised or models is None else []
-    return max(deltas if models is None else [*deltas, models.delta])
+    privacy = config.privacy
+    asked = [privacy.models, privacy.dp_sgd, privacy.metrics]
+    deltas = [terms.delta for terms in asked if terms is not None]
+    return max([*deltas, privacy.centroids.delta] if privacy.centroids.noised or not deltas else deltas)
 
 
 def _least_noise(config: Config) -> float | None:
@@ -61,11 +78,50 @@ def _least_noise(config: Config) -> float | None:
     terms, models = config.privacy.centroids, config.privacy.models
     found: list[float] = []
     if terms.noised:
-        each = calibrate_centroids(terms, 1.0, max(1, config.federation.rounds - 1))
+        each = _centroid_mechanism(config)
         found += [each.noise_multiplier, each.count_multiplier, each.prediction_multiplier]
     if models is not None:
         found.append(round_multiplier(models, config.federation.rounds))
+    training, metrics = training_mechanism(config, 1), _metric_mechanism(config)
+    found += [mechanism.noise_multiplier for mechanism in (training, metrics) if mechanism is not None]
     return min(found, default=None)
+
+
+def _centroid_mechanism(config: Config) -> CentroidMechanism:
+    """Of each centroid release, but for its clip, which no limit of a policy looks at."""
+    privacy, releases = config.privacy, config.federation.rounds - 1
+    unit = config.data.unit_name
+    return calibrate_centroids(privacy.centroids, 1.0, releases, unit=unit, adjacency=privacy.adjacency)
+
+
+def _metric_mechanism(config: Config) -> MetricMechanism | None:
+    """Of each private figure of the run; None where figures are exact or none are told."""
+    terms, releases = config.privacy.metrics, metric_releases(config)
+    if terms is None or not releases:
+        return None
+    return calibrate_metrics(terms, config.privacy.adjacency, releases, config.data.unit_name)
+
+
+def planned_account(config: Config) -> Account:
+    """What the private releases of a silo in the whole run will add up to.
+
+    Raises ConfigError or BudgetExceeded where they have no sum that means anything.
+    """
+    seeded, account = noise_source(config.federation.seed), Account()
+    rounds, method = config.federation.rounds, config.federation.method
+    if method == "fedkc" and config.fedkc.source == "peers" and config.privacy.centroids.noised:
+        claim = _centroid_mechanism(config).claim(seeded)
+        for _ in range(rounds - 1):
+            account = account.with_claim(claim)
+    metrics = _metric_mechanism(config)
+    if metrics is not None:
+        for _ in range(metric_releases(config)):
+            account = account.with_claim(metrics.claim(seeded))
+    # Last: every composition with it takes a tenth of a second.
+    training = None if method == "standalone" else run_claim(config, rounds, seeded)
+    if training is not None:
+        account = account.with_claim(training)
+    return account
 
 
 def _refuse_model_noise(config: Config) -> None:
@@ -82,6 +138,20 @@ def _refuse_model_noise(config: Config) -> None:
         )
 
 
+def _refuse_total(config: Config) -> None:
+    delta, ceiling = _delta(config), config.policy.max_epsilon
+    account = planned_account(config)
+    if account.private_epsilon is None:
+        return
+    epsilon = account.private_epsilon_at(delta)
+    if epsilon > ceiling * (1 + ROUNDING):
+        raise BudgetExceeded(
+            f"what leaves a silo in this run would have epsilon {epsilon:.4g} at delta {delta:g} together, "
+            f"above policy.max_epsilon = {ceiling:g}; lower the epsilons in privacy, or raise the ceiling",
+            "datasets",
+        )
+
+
 def refuse_early(config: Config) -> None:
     """Refuse before the first round what every silo's simulated policy would refuse in a later one.
 
@@ -90,6 +160,7 @@ def refuse_early(config: Config) -> None:
     """
     terms, method = config.privacy.centroids, config.federation.method
     _refuse_model_noise(config)
+    _refuse_total(config)
     if method != "fedkc" or config.fedkc.source != "peers":
         return
     exposed = config.fedkc.compose == "embeddings" and not terms.noised
@@ -99,14 +170,3 @@ def refuse_early(config: Config) -> None:
             f'privacy.centroids, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"',
             "allow_embedding_centroids",
         )
-    releases = config.federation.rounds - 1
-    if terms.noised and releases:
-        mu = calibrate_centroids(terms, 1.0, releases).mu * math.sqrt(releases)
-        epsilon = gaussian_epsilon(mu, terms.delta)
-        if epsilon > config.policy.max_epsilon * (1 + ROUNDING):
-            raise BudgetExceeded(
-                f"the {releases} centroid releases of a silo would have epsilon {epsilon:.4g} at delta "
-                f"{terms.delta:g}, above policy.max_epsilon = {config.policy.max_epsilon:g}; lower "
-                "privacy.centroids.epsilon, raise the noise_multiplier, or raise the ceiling",
-                "datasets",
-            )

@@ -19,12 +19,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.agreement import check_cohort, check_rows, fixed_points, steps_of_round, sum_terms
+from securefl.agreement import (
+    check_cohort,
+    check_rows,
+    fixed_points,
+    steps_of_round,
+    sum_terms,
+    weighs_rows,
+)
 from securefl.client import ORDER, Client
 from securefl.config import AVERAGING, Config
 from securefl.crosslm_worker import CrossLmWorker
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, Rows
+from securefl.dp_terms import check_delta, run_claim, training_mechanism
 from securefl.errors import (
     ConfigError,
     NotAvailable,
@@ -40,7 +48,7 @@ from securefl.model_card import model_card
 from securefl.models import Slm
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, ledger_facts, link_duplicates
-from securefl.release import encode_release
+from securefl.release import DpSgd, encode_release
 from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, versions
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
@@ -49,7 +57,17 @@ from securefl.transport.memory import Meddler, MemoryTransport
 from securefl.workbench import TrainingMemo, Workbench
 
 SERVER = "server"
-LIBRARIES = ("securefl", "torch", "transformers", "peft", "sentence-transformers", "cryptography", "numpy")
+LIBRARIES = (
+    "securefl",
+    "torch",
+    "transformers",
+    "peft",
+    "opacus",
+    "dp-accounting",
+    "sentence-transformers",
+    "cryptography",
+    "numpy",
+)
 Progress = Callable[[float, str], None]
 
 
@@ -61,7 +79,8 @@ def work_units(config: Config, silos: int) -> float:
     """How much work a run is, in local passes of one silo: the total of the progress that it reports."""
     epochs = [config.round_epochs(number) for number in range(1, config.federation.rounds + 1)]
     passes = sum(epochs)
-    total = 2.0 * passes * silos if config.federation.method != "standalone" else float(passes * silos)
+    twice = config.federation.method != "standalone" or config.privacy.dp_sgd is not None
+    total = float(passes * silos) * (2 if twice else 1)
     if config.federation.method == "fedkc" and config.fedkc.source == "peers":
         total += float(sum(epochs[1:]) * silos)
     if config.federation.method in ("crosslm", "datafree-kd"):
@@ -108,6 +127,7 @@ class Simulation:
         check_cohort(self.config, len(self.corpus.train))
         for name, rows in self.corpus.train.items():
             check_rows(self.config, len(rows), name)
+        self._check_training()
         self._check_resolution()
         self._check_drops()
         models = self.config.slm.models
@@ -125,13 +145,22 @@ class Simulation:
         rows = {name: len(part) for name, part in self.corpus.train.items()}
         values, counts = fixed_points(terms, len(rows))
         step = values.resolution + values.clip * counts.resolution
-        error = len(rows) * step / (sum(rows.values()) / terms.max_rows)
+        weight = sum(rows.values()) / terms.max_rows if weighs_rows(self.config) else float(len(rows))
+        error = len(rows) * step / weight
         if error > COARSEST:
             raise ConfigError(
                 f"protection: every weight of the sum would be off by up to {error:.1e}, above {COARSEST:g}"
                 f"; set max_rows near the largest silo's {max(rows.values())} rows, lower the clip of "
                 f"{terms.clip:g}, or use more than {terms.bits} bits"
             )
+
+    def _check_training(self) -> None:
+        """Whether DP-SGD can keep its budget on every silo's rows, before the first is trained."""
+        terms = self.config.privacy.dp_sgd
+        if terms is not None:
+            training_mechanism(self.config, 1)
+            for name, rows in self.corpus.train.items():
+                check_delta(terms.delta, len(rows.by_unit()), name)
 
     def _check_noise(self) -> None:
         """Whether the noise of the configuration fits the models, before anything is trained."""
@@ -225,6 +254,8 @@ class Simulation:
             ]
             for name, client in self.clients.items():
                 client.slm.load_state(baseline[name].state())
+            if self.config.privacy.dp_sgd is not None:
+                self._train_privately()
         else:
             server = Server(
                 identity=identity,
@@ -256,17 +287,31 @@ class Simulation:
         """Each silo's model after the same local passes with nothing exchanged: the baseline."""
         # Of every method the same: what a method adds to the loss is no part of it.
         federation = self.config.federation.model_copy(update={"method": "standalone"})
-        config = self.config.model_copy(update={"federation": federation})
+        # Alone nothing leaves, so nobody would train with noise.
+        privacy = self.config.privacy.model_copy(update={"dp_sgd": None})
+        config = self.config.model_copy(update={"federation": federation, "privacy": privacy})
         alone = {}
         for name, client in self.clients.items():
             slm = copy.deepcopy(client.slm)
             for number in range(1, self.config.federation.rounds + 1):
                 seed = derive_seed(self.config.federation.seed, name, number, "train")
                 epochs = self.config.round_epochs(number)
-                client.train(slm, client.data.train, config, epochs, seed)
+                client.train(slm, client.data.train, config, epochs, seed, client.noise)
                 self.progress(epochs, f"{name} trains alone, round {number}")
             alone[name] = slm
         return alone
+
+    def _train_privately(self) -> None:
+        """Each silo by itself as a federation would train it: what privacy costs when nothing else does."""
+        for name, client in self.clients.items():
+            client.slm.load_state(
+                self.workbench.slm(client.slm.name, self.corpus.labels, self.config)[0].state()
+            )
+            for number in range(1, self.config.federation.rounds + 1):
+                seed = derive_seed(self.config.federation.seed, name, number, "train")
+                epochs, noise = self.config.round_epochs(number), client.noise.for_purpose(number, "train")
+                client.train(client.slm, client.data.train, self.config, epochs, seed, noise)
+                self.progress(epochs, f"{name} trains alone by DP-SGD, round {number}")
 
     def _federate(
         self, server: Server, transport: MemoryTransport, worker: CrossLmWorker | None
@@ -277,7 +322,7 @@ class Simulation:
             number, began, dropped = server.round, time.monotonic(), len(server.dropped)
             up, down = sum(transport.bytes_up.values()), transport.bytes_down
             if self._server_reads:
-                self.folder.global_model(number, server.model, *self._base())
+                self.folder.global_model(number, server.model, *self._base(), self._so_far(number - 1))
             while not server.finished and server.round == number:
                 self._step(server, transport, worker)
             refusals = server.dropped[dropped:] + self._ignored_peers()
@@ -294,7 +339,7 @@ class Simulation:
         if self.config.protection.models == "ckks":
             return rounds, ServerRow()  # only silos can open the sum
         if self._server_reads:
-            self.folder.global_model(len(rounds) + 1, server.model, *self._base())
+            self.folder.global_model(len(rounds) + 1, server.model, *self._base(), self._so_far(len(rounds)))
             slm, _ = self.workbench.slm(self.config.slm.models[0], self.corpus.labels, self.config)
             slm.load_state(server.model)
             right = self.workbench.answers(slm, self.corpus.test)
@@ -314,6 +359,10 @@ class Simulation:
     def _server_reads(self) -> bool:
         """Whether the server has a global model that it can read."""
         return self.config.federation.method in AVERAGING and self.config.protection.models != "ckks"
+
+    def _so_far(self, rounds: int) -> DpSgd | None:
+        """The claim on what was made of so many rounds' trainings, for each silo alike."""
+        return run_claim(self.config, rounds, noise_source(self.config.federation.seed))
 
     def _base(self) -> tuple[str, tuple[str, ...]]:
         return self.config.slm.models[0], self.corpus.labels

@@ -10,11 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from securefl.agreement import RELAYED, SEALED_KEY, brings_model, check_sum_chunks, tells_figures
+import numpy as np
+from numpy.typing import NDArray
+
+from securefl.agreement import (
+    RELAYED,
+    SEALED_KEY,
+    brings_model,
+    check_sum_chunks,
+    figures,
+    metric_releases,
+    weighs_rows,
+)
 from securefl.config import Config
 from securefl.crypto.ckks_terms import Terms
 from securefl.data import Rows
-from securefl.errors import MalformedEnvelope, PayloadError, WrongShape
+from securefl.errors import MalformedEnvelope, PayloadError, SecureflError, WrongShape
 from securefl.local import (
     CentroidJob,
     LocalTraining,
@@ -26,7 +37,16 @@ from securefl.local import (
 from securefl.messages import Dropped, FedKcTerms, RoundPlan, Step
 from securefl.methods.fedkc import Knowledge
 from securefl.models import Slm
-from securefl.privacy import LocalResult, Noise, release_metrics, release_model
+from securefl.privacy import (
+    LocalResult,
+    MetricMechanism,
+    Noise,
+    calibrate_metrics,
+    decide,
+    release_counts,
+    release_metrics,
+    release_model,
+)
 from securefl.relayed import Reader, relayed_knowledge
 from securefl.release import Independent, PayloadKind, Release, Tensors, check_tensors, fingerprint
 from securefl.training import probabilities
@@ -142,15 +162,27 @@ def _centroids(plan: RoundPlan, terms: FedKcTerms, bench: Bench) -> tuple[Releas
     info = {**_info(plan, bench), "encoder": encoder, "compose": terms.compose}
     seed = derive_seed(bench.config.federation.seed, bench.name, plan.round, "kmeans")
     # Rounds after the first share once each: the budget of the run is theirs together.
-    job = CentroidJob(terms, bench.config.privacy.centroids, plan.rounds - 1, seed, bench.noise)
+    config = bench.config
+    job = CentroidJob(
+        terms,
+        config.privacy.centroids,
+        plan.rounds - 1,
+        seed,
+        bench.noise,
+        config.data.unit_name,
+        config.privacy.adjacency,
+    )
     return release_centroids(bench.slm, bench.data.train, job, info)
 
 
 def _train(plan: RoundPlan, tensors: Tensors, bench: Bench) -> Done:
     knowledge, ignored = _knowledge(plan, tensors, bench)
     seed = derive_seed(bench.config.federation.seed, bench.name, plan.round, "train")
-    bench.train(bench.slm, bench.data.train, bench.config, plan.epochs, seed, knowledge, bench.stop)
-    result = LocalResult(bench.slm.state(), len(bench.data.train))
+    rows, noise = bench.data.train, bench.noise.for_purpose(plan.round, "train")
+    claim = bench.train(bench.slm, rows, bench.config, plan.epochs, seed, noise, knowledge, bench.stop)
+    if (claim is None) != (bench.config.privacy.dp_sgd is None):
+        raise SecureflError("what was trained has another claim than the configuration asks for")
+    result = LocalResult(bench.slm.state(), len(rows) if weighs_rows(bench.config) else None, claim)
     return Done(release_model(result, _info(plan, bench)), trained=result, ignored=ignored)
 
 
@@ -165,28 +197,60 @@ def _knowledge(plan: RoundPlan, tensors: Tensors, bench: Bench) -> tuple[list[Kn
 
 
 def _consider(plan: RoundPlan, candidate: Tensors | None, bench: Bench) -> Done:
-    """Keep the candidate or one's own model, whichever is better on rows kept from training."""
-    before = _accuracy(bench.slm, bench.data.validation)
+    """Keep the candidate or one's own model, whichever is better on rows kept from training.
+
+    Where figures are private the comparison is noisy and charged. Where none is told no row is looked at and
+    the candidate is taken: what is kept goes into every later release.
+    """
+    info, told = _info(plan, bench), figures(bench.config)
+    if candidate is None:
+        release = release_metrics({"kept": False}, info)
+        return Done(release, kept_candidate=False)
     own = bench.slm.state()
-    kept = False
-    if candidate is not None:
+    if told == "none":
         bench.slm.load_state(candidate)
-        kept = _accuracy(bench.slm, bench.data.validation) >= before
-        if not kept:
-            bench.slm.load_state(own)
-    return Done(release_metrics({"kept": kept}, _info(plan, bench)), kept_candidate=kept)
+        unseen = Independent(reason="the server's model was taken without a look at any row")
+        release = Release(PayloadKind.METRICS, {}, {**info, "metrics": {"kept": True}}, unseen)
+        return Done(release, kept_candidate=True)
+    before = _right(bench.slm, bench.data.validation)
+    bench.slm.load_state(candidate)
+    after = _right(bench.slm, bench.data.validation)
+    claim = None
+    if told == "noised":
+        noise = bench.noise.for_purpose(plan.round, "candidate")
+        kept, claim = decide(before, after, bench.data.validation.units, _metric_mechanism(bench), noise)
+    else:
+        kept = bool(after.mean() >= before.mean())
+    if not kept:
+        bench.slm.load_state(own)
+    return Done(release_metrics({"kept": kept}, info, claim), kept_candidate=kept)
 
 
 def _finish(plan: RoundPlan, bench: Bench) -> Done:
-    if not tells_figures(bench.config):
-        arrived = Independent(reason="that the last model arrived, and no figure")
-        return Done(Release(PayloadKind.METRICS, {}, {**_info(plan, bench), "metrics": {}}, arrived))
-    rows = bench.data.validation
-    metrics: dict[str, float] = {"validation_accuracy": _accuracy(bench.slm, rows)}
+    info, rows = _info(plan, bench), bench.data.validation
+    match figures(bench.config):
+        case "none":
+            arrived = Independent(reason="that the last model arrived, and no figure")
+            return Done(Release(PayloadKind.METRICS, {}, {**info, "metrics": {}}, arrived))
+        case "noised":
+            noise = bench.noise.for_purpose(plan.round, "figures")
+            right = _right(bench.slm, rows)
+            return Done(release_counts(right, rows.units, _metric_mechanism(bench), noise, info))
+    metrics: dict[str, float] = {"validation_accuracy": float(_right(bench.slm, rows).mean())}
     if not bench.config.sums_models:  # where row counts are hidden, a fixed share of them is too
         metrics["validation_rows"] = len(rows)
-    return Done(release_metrics(metrics, _info(plan, bench)))
+    return Done(release_metrics(metrics, info))
 
 
-def _accuracy(slm: Slm, rows: Rows) -> float:
-    return float((probabilities(slm, rows.texts).argmax(axis=1) == rows.labels).mean())
+def _metric_mechanism(bench: Bench) -> MetricMechanism:
+    """Of each of the run's private figures: one for every candidate, and one at the end."""
+    config = bench.config
+    assert config.privacy.metrics is not None
+    return calibrate_metrics(
+        config.privacy.metrics, config.privacy.adjacency, metric_releases(config), config.data.unit_name
+    )
+
+
+def _right(slm: Slm, rows: Rows) -> NDArray[np.bool_]:
+    """(n,) whether the model is right on each row."""
+    return np.asarray(probabilities(slm, rows.texts).argmax(axis=1) == rows.labels)

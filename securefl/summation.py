@@ -7,7 +7,7 @@ One interface for masked sums and CKKS, which `server` drives step by step; the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -43,14 +43,17 @@ from securefl.crypto.masking_messages import (
 from securefl.crypto.masking_server import MaskedSum, MaskingServer
 from securefl.crypto.weighted import weighted_mean
 from securefl.distributed_noise import decode_mean
+from securefl.dp_terms import is_due
 from securefl.errors import PayloadError, TooFewSilos, TooLarge, WrongRound
 from securefl.messages import RoundPlan, Step
 from securefl.privacy import Noise, noise_source
-from securefl.release import Claim, PayloadKind, Release, Tensors, flatten, unflatten
+from securefl.release import Claim, DpSgd, PayloadKind, Release, Tensors, flatten, unflatten
 
 _NOBODYS: Final[Noise] = noise_source(None)
 # What a claim says of where its noise comes from, which differs between silos.
 _SOURCE: Final = {"generator", "simulated"}
+# What the silos claim of their training by DP-SGD in a round; None without it.
+Training = Callable[[int], DpSgd | None]
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,13 @@ class Summation(Protocol):
 class MaskedSummation:
     """A masked round, from its first plan to the mean of the survivors' models."""
 
-    def __init__(self, roster: Mapping[str, Card], plan: RoundPlan, model: Tensors) -> None:
-        """plan: of any step of the round; model: the weights that it names. Raises TooFewSilos."""
+    def __init__(
+        self, roster: Mapping[str, Card], plan: RoundPlan, model: Tensors, training: DpSgd | None = None
+    ) -> None:
+        """plan: of any step of the round; model: the weights that it names; training: what the silos claim of
+        a training by DP-SGD, whose models weigh the same. Raises TooFewSilos.
+        """
+        self._training = training
         self._keys = {name: card.fingerprint for name, card in roster.items()}
         self._names = {card.fingerprint: name for name, card in roster.items()}
         self._plan, self._model = plan, model
@@ -198,11 +206,14 @@ class MaskedSummation:
         error = len(survivors) * step / weight
         # One silo can make a sum that honest ones could not: of a weight near 0, and so of any mean at all.
         least = len(survivors) * (1 / terms.max_rows - weight_as.resolution)
+        rows = round(weight * terms.max_rows) if self._training is None else None
+        if self._training is not None:
+            least = len(survivors) * (1 - weight_as.resolution)
         if weight < least or float(np.abs(mean).max()) > values_as.clip + error:
             raise PayloadError(
                 "the opened sum is none that its silos can make: one of them sent something else than a model"
             )
-        return self._record(mean, survivors, rows=round(weight * terms.max_rows), resolution=error)
+        return self._record(mean, survivors, rows=rows, resolution=error)
 
     def _record(
         self, mean: NDArray[np.float64], survivors: tuple[str, ...], **figures: Any
@@ -226,6 +237,9 @@ class MaskedSummation:
 
     def _check_claim(self, answer: Answer) -> None:
         """All silos of a sum claim the same; whether each adds its share of noise, no server can see."""
+        if self._training is not None:
+            check_training(answer.name, answer.release.claim, self._training)
+            return
         due: dict[str, Any] = summed_claim(self._plan).model_dump()
         if self._mechanism is not None:
             due = distributed_noise.claim(self._mechanism, _NOBODYS).model_dump()
@@ -233,6 +247,12 @@ class MaskedSummation:
         stated = {**given.model_dump(), **{key: due[key] for key in _SOURCE & due.keys()}}
         if not _same(stated, due):
             raise PayloadError(f"{answer.name} makes another claim for its masked model than was agreed")
+
+
+def check_training(name: str, claim: Claim, due: DpSgd) -> None:
+    """Require the claim that was agreed on for a training. Raises PayloadError."""
+    if not (isinstance(claim, DpSgd) and is_due(claim, due)):
+        raise PayloadError(f"{name} makes another claim for its training than was agreed")
 
 
 def _same(stated: Mapping[str, Any], due: Mapping[str, Any]) -> bool:
@@ -248,8 +268,11 @@ def _same(stated: Mapping[str, Any], due: Mapping[str, Any]) -> bool:
 class EncryptedSummation:
     """Sums of a run under CKKS: the server adds what it cannot read, and sends it on."""
 
-    def __init__(self, roster: Mapping[str, Card], plan: RoundPlan, length: int) -> None:
-        """plan: of any step of the run; length: values of a model."""
+    def __init__(self, roster: Mapping[str, Card], plan: RoundPlan, length: int, training: Training) -> None:
+        """plan: of any step of the run; length: values of a model; training: what the silos claim of a
+        round's training by DP-SGD, if it is.
+        """
+        self._training = training
         assert plan.sums is not None
         self._roster, self._maker = roster, key_maker(plan.cohort).name
         self._claim = summed_claim(plan)
@@ -276,7 +299,10 @@ class EncryptedSummation:
         if step is not Step.TRAIN:
             raise WrongRound(f"{step} has nothing to add to an encrypted sum")
         check_sum_chunks(answer.release.tensors, self._terms)  # a part alone would spoil the sum for all
-        if answer.release.claim != self._claim:
+        training = self._training(self._round)
+        if training is not None:
+            check_training(answer.name, answer.release.claim, training)
+        elif answer.release.claim != self._claim:
             raise PayloadError(f"{answer.name} makes another claim for its encrypted model than was agreed")
         self._sum.add(Signed(answer.verified, answer.release.tensors))
 

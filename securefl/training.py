@@ -37,7 +37,7 @@ def schedule(step: int, steps: int) -> float:
     return (step + 1) / warm if step < warm else (steps - step) / (steps - warm + 1)
 
 
-def _groups(slm: Slm, learning_rate: float, head_learning_rate: float) -> list[dict[str, object]]:
+def parameter_groups(slm: Slm, learning_rate: float, head_learning_rate: float) -> list[dict[str, object]]:
     """AdamW's groups: encoder and head, each with decay on its matrices only."""
     head = {id(parameter) for parameter in slm.model.classifier.parameters()}
     return [
@@ -94,7 +94,7 @@ def fit(
         raise DataError("there are no rows to train on; give every silo at least one training row")
     if rows.labels.min() < 0 or rows.labels.max() >= len(slm.labels):
         raise DataError(f"a row's label is not one of the {len(slm.labels)} labels of {slm.name}")
-    groups = _groups(slm, learning_rate, head_learning_rate)
+    groups = parameter_groups(slm, learning_rate, head_learning_rate)
     optimizer = torch.optim.AdamW(groups, lr=learning_rate)
     trained = slm.trained()
     steps = epochs * math.ceil(count / batch_size)

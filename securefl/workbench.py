@@ -15,15 +15,18 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from securefl.config import Config
 from securefl.data import Rows
-from securefl.errors import ProtocolError
+from securefl.dp_terms import training_mechanism
+from securefl.errors import ProtocolError, SecureflError
 from securefl.files import write_atomic
 from securefl.local import starting_slm, train_locally
 from securefl.methods.fedkc import Knowledge
 from securefl.models import Slm, base_fingerprint
-from securefl.release import PayloadKind, canonical_json, check_tensors, decode, encode, fingerprint
+from securefl.privacy import Noise
+from securefl.release import DpSgd, PayloadKind, canonical_json, check_tensors, decode, encode, fingerprint
 from securefl.training import probabilities
 
 
@@ -82,10 +85,20 @@ class TrainingMemo:
         config: Config,
         epochs: int,
         seed: int,
+        noise: Noise,
         knowledge: Sequence[Knowledge] = (),
         cancelled: Callable[[], bool] | None = None,
-    ) -> None:
-        """Train `slm` in place, or load what the same training gave before."""
+    ) -> DpSgd | None:
+        """Train `slm` in place, or load what the same training gave before, with its claim.
+
+        Under DP-SGD `noise` must be from a seed, for one purpose (`Noise.for_purpose`): a training that is
+        remembered draws nothing.
+        """
+        private = config.privacy.dp_sgd
+        if private is not None and not noise.simulated:
+            raise SecureflError(
+                "a private training with noise of the operating system is not to be remembered"
+            )
         facts = [
             slm.name,
             slm.max_length,
@@ -99,15 +112,22 @@ class TrainingMemo:
             [config.fedkc.alpha, config.fedkc.weights] if knowledge else [],
             config.mu,
         ]
+        if private is not None:
+            first = noise.draw().bytes(16).hex()  # stands for the seed and the purpose
+            facts += [private.model_dump(mode="json"), repr(training_mechanism(config, epochs)), first]
+            facts.append(list(rows.units))
         path = self.folder / f"{hashlib.sha256(canonical_json(facts)).hexdigest()}.safetensors"
         if path.exists():
             try:
-                tensors = decode(path.read_bytes()).tensors
-                check_tensors(tensors, slm.shapes(), path.name)
-            except ProtocolError:
+                body = decode(path.read_bytes())
+                check_tensors(body.tensors, slm.shapes(), path.name)
+                claim = DpSgd.model_validate(body.document["claim"]) if private is not None else None
+            except (ProtocolError, KeyError, ValidationError):
                 path.unlink()  # cut short by a full disk or an old version: train again
             else:
-                slm.load_state(tensors)
-                return
-        train_locally(slm, rows, config, epochs, seed, knowledge, cancelled)
-        write_atomic(path, encode(PayloadKind.MODEL, {}, slm.state()), mode=0o600)
+                slm.load_state(body.tensors)
+                return claim
+        claim = train_locally(slm, rows, config, epochs, seed, noise, knowledge, cancelled)
+        document = {} if claim is None else {"claim": claim.model_dump(mode="json")}
+        write_atomic(path, encode(PayloadKind.MODEL, document, slm.state()), mode=0o600)
+        return claim

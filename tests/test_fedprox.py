@@ -14,6 +14,7 @@ from securefl.config import Config
 from securefl.local import starting_slm, train_locally
 from securefl.methods.fedprox import proximal_term
 from securefl.models import Slm
+from securefl.privacy import noise_source
 from securefl.report.digest import describe
 from securefl.workbench import TrainingMemo
 from tests import tiny
@@ -39,7 +40,7 @@ def trained(config: Config, epochs: int = 2, seed: int = 3) -> tuple[Slm, dict[s
     """A tiny model after local training, and the state that it had before."""
     slm = starting_slm(config.slm.models[0], ("a", "b"), config)
     start = slm.state()
-    train_locally(slm, rows_of(tiny.make_texts(48)), config, epochs, seed)
+    train_locally(slm, rows_of(tiny.make_texts(48)), config, epochs, seed, noise_source(0))
     return slm, start
 
 
@@ -75,7 +76,7 @@ def test_the_second_step_is_adamw_on_the_sum_by_hand(tiny_encoder: Path, tiny_da
     rows = rows_of(tiny.make_texts(8))  # one batch an epoch
     slm = without_dropout(starting_slm(config.slm.models[0], ("a", "b"), config))
     other = without_dropout(starting_slm(config.slm.models[0], ("a", "b"), config))
-    train_locally(slm, rows, config, 2, 0)
+    train_locally(slm, rows, config, 2, 0, noise_source(0))
 
     parameters = other.trained()
     received = [p.detach().clone() for p in parameters]
@@ -104,7 +105,7 @@ def test_the_second_step_is_adamw_on_the_sum_by_hand(tiny_encoder: Path, tiny_da
         if not name.endswith("key.bias"):
             np.testing.assert_allclose(array, mine.detach().numpy(), atol=0.05 * rate, err_msg=name)
     plain = without_dropout(starting_slm(config.slm.models[0], ("a", "b"), config))
-    train_locally(plain, rows, config_of(tiny_encoder, tiny_data, 0.0), 2, 0)
+    train_locally(plain, rows, config_of(tiny_encoder, tiny_data, 0.0), 2, 0, noise_source(0))
     assert max(np.abs(plain.state()[name] - array).max() for name, array in slm.state().items()) > 1e-4
 
 
@@ -127,7 +128,7 @@ def test_the_memo_tells_mu_apart(tiny_encoder: Path, tiny_data: Path, tmp_path: 
     for mu, method in ((0.0, "fedprox"), (0.5, "fedavg"), (2.0, "fedprox"), (2.0, "fedprox")):
         config = config_of(tiny_encoder, tiny_data, mu, method)
         slm = starting_slm(config.slm.models[0], ("a", "b"), config)
-        memo(slm, rows, config, 2, 0)
+        memo(slm, rows, config, 2, 0, noise_source(0))
         states.append(slm.state())
     assert len(list(tmp_path.iterdir())) == 2
     assert differ(states[0], states[1]) == differ(states[2], states[3]) == []

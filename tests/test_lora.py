@@ -18,6 +18,7 @@ from securefl.errors import ConfigError, ModelError, WrongShape
 from securefl.local import starting_slm, train_locally
 from securefl.methods.averaging import weighted_mean
 from securefl.models import Slm, load_slm, load_trained
+from securefl.privacy import noise_source
 from securefl.release import PayloadKind, encode, fingerprint
 from securefl.training import embed, probabilities
 from securefl.workbench import TrainingMemo, Workbench
@@ -43,7 +44,7 @@ def config_of(encoder: Path, data: Path, **slm: object) -> Config:
 
 def trained(config: Config, seed: int = 0) -> Slm:
     slm = starting_slm(config.slm.models[0], ("a", "b"), config)
-    train_locally(slm, ROWS, config, 3, seed)
+    train_locally(slm, ROWS, config, 3, seed, noise_source(0))
     return slm
 
 
@@ -81,7 +82,7 @@ def test_only_adapter_and_head_train_and_travel(tiny_encoder: Path) -> None:
         assert found == {"A.default.weight": (RANK, wide), "B.default.weight": (out, RANK)}, part
     before = {name: p.detach().clone() for name, p in slm.model.named_parameters()}
     config = parse_config({"federation": {"method": "fedavg"}, "data": {"train": "a"}})
-    train_locally(slm, ROWS, config, 2, 0)
+    train_locally(slm, ROWS, config, 2, 0, noise_source(0))
     moved = {name for name, p in slm.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == set(slm.trained_names()) == set(slm.state())
 
@@ -202,11 +203,11 @@ def test_the_workbench_tells_adapters_apart(tiny_encoder: Path, tiny_data: Path,
     assert len({fingerprint(slm.state()) for slm in slms}) == 3
     assert fingerprint(slms[0].state()) == fingerprint(slms[1].state())
     for slm, config in zip(slms, configs, strict=True):
-        memo(slm, ROWS, config, 1, 0)
+        memo(slm, ROWS, config, 1, 0, noise_source(0))
     kept = len(list(tmp_path.iterdir()))
     assert kept == 4
     again, _ = workbench.slm(configs[0].slm.models[0], ("a", "b"), configs[0])
-    memo(again, ROWS, configs[0], 1, 0)
+    memo(again, ROWS, configs[0], 1, 0, noise_source(0))
     assert len(list(tmp_path.iterdir())) == kept
     assert differ(again.state(), slms[0].state()) == []
     # The same tensors under another scale.

@@ -1,39 +1,30 @@
-"""Calibration against published values, sensitivities against brute force, and the release's form."""
+"""Calibration against published values, noisy figures by hand and brute force, and what stays secret."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from scipy.stats import norm
 
-from securefl.config import CentroidPrivacy
+from securefl.config import MetricPrivacy
 from securefl.errors import SecureflError
 from securefl.privacy import (
-    CentroidMechanism,
     LocalResult,
+    MetricMechanism,
     Noise,
-    calibrate_centroids,
-    clip_rows,
+    calibrate_metrics,
+    decide,
     gaussian_epsilon,
     gaussian_mu,
-    nearest_seed,
     noise_source,
-    release_means,
-    release_noisy_sums,
+    release_counts,
 )
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, decode_release, encode_release
-
-SILENT = Noise(lambda: np.random.default_rng(0), "test", True)
-
-
-class _Zeros:
-    """A generator whose noise is zero, to see what the mechanism computes before it."""
-
-    def normal(self, loc: float, scale: float, size: object) -> np.ndarray:
-        return np.zeros(size)  # type: ignore[call-overload,no-any-return]
+from securefl.release import Adjacency, GaussianCounts, PayloadKind, decode_release, encode_release
 
 
 # Balle and Wang 2018 calibrate the Gaussian mechanism exactly; the values are those of the method's notes.
@@ -57,89 +48,6 @@ def test_mu_and_epsilon_are_inverse(epsilon: float) -> None:
     assert gaussian_epsilon(gaussian_mu(epsilon, 1e-6), 1e-6) == pytest.approx(epsilon, abs=1e-6)
 
 
-def test_the_budget_of_a_run_is_spent_over_its_releases() -> None:
-    terms = CentroidPrivacy(epsilon=4.0)
-    mechanism = calibrate_centroids(terms, 1.0, 5)
-    assert gaussian_epsilon(mechanism.mu * math.sqrt(5), 1e-5) == pytest.approx(4.0, abs=1e-6)
-
-
-def test_a_noise_multiplier_is_that_of_the_sums() -> None:
-    assert calibrate_centroids(
-        CentroidPrivacy(noise_multiplier=1.5), 2.0, 9
-    ).noise_multiplier == pytest.approx(1.5)
-
-
-def _noiseless(vectors: np.ndarray, predictions: np.ndarray, assignment: np.ndarray, q: int) -> np.ndarray:
-    """(S/C, count, Y) of the mechanism before noise, flattened and scaled to sensitivity 1 a block."""
-    clipped = clip_rows(vectors, 1.0).reshape(len(vectors), -1)
-    blocks = np.concatenate([clipped, np.ones((len(vectors), 1)), predictions], axis=1)
-    total = np.zeros((q, blocks.shape[1]))
-    for row, cluster in zip(blocks, assignment, strict=True):
-        total[cluster] += row
-    return total
-
-
-def test_worst_neighbour_is_within_the_claimed_sensitivity() -> None:
-    """Brute force: remove each row in turn; each block moves by at most its sensitivity, in one cluster."""
-    rng = np.random.default_rng(1)
-    vectors = rng.normal(size=(12, 4)) * rng.uniform(0.1, 30, (12, 1))
-    predictions = rng.dirichlet(np.ones(3) * 0.2, 12)
-    assignment = nearest_seed(vectors, rng.normal(size=(3, 4)))
-    full = _noiseless(vectors, predictions, assignment, 3)
-    for row in range(12):
-        rest = np.delete(np.arange(12), row)
-        gap = full - _noiseless(vectors[rest], predictions[rest], assignment[rest], 3)
-        assert np.linalg.norm(gap[:, :4]) <= 1 + 1e-9
-        assert np.abs(gap[:, 4]).sum() == pytest.approx(1)
-        assert np.linalg.norm(gap[:, 5:]) <= 1 + 1e-9
-
-
-def test_without_noise_the_release_is_the_clipped_mean() -> None:
-    vectors = np.array([[3.0, 4.0], [0.6, 0.8], [0.0, 1.0], [5.0, 0.0]])
-    predictions = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [1.0, 0.0]])
-    mechanism = CentroidMechanism(1.0, 1.0, 1.0, 1.0, 1e-5, 2)
-    noise = Noise(_Zeros, "none", True)  # type: ignore[arg-type]
-    local = LocalResult({"vectors": vectors, "predictions": predictions}, 4)
-    release, kept = release_noisy_sums(local, np.array([0, 0, 0, 1]), 3, mechanism, noise, {})
-    # Cluster 0: (0.6, 0.8) twice and (0, 1): mean (0.4, 2.6 / 3). Clusters 1 (one row) and 2 are withheld.
-    assert kept.tolist() == [0]
-    np.testing.assert_allclose(release.tensors["centroids"], [[0.4, 2.6 / 3]], atol=1e-6)
-    np.testing.assert_allclose(release.tensors["predictions"], [[0.5, 0.5]], atol=1e-5)
-    assert release.tensors["sizes"].tolist() == [3.0]
-
-
-def test_noise_has_the_stated_scale() -> None:
-    mechanism = CentroidMechanism(2.0, 3.0, 1e-9, 1e-9, 1e-5, 1)
-    local = LocalResult({"vectors": np.zeros((2, 40_000)), "predictions": np.array([[1.0, 0.0]] * 2)}, 2)
-    release, _ = release_noisy_sums(local, np.array([0, 0]), 1, mechanism, noise_source(3), {})
-    # Sums have sigma 2 x 3 and the mean of two rows half of that; the standard error of a standard deviation
-    # over 40,000 draws is sigma / sqrt(80,000), and 4 of them are allowed.
-    assert release.tensors["centroids"].std() == pytest.approx(3.0, abs=4 * 3 / math.sqrt(80_000))
-
-
-def test_suppression_looks_at_the_noisy_count_alone() -> None:
-    """A cluster of 3 under a minimum of 5 is sometimes released, and an empty one too."""
-    mechanism = CentroidMechanism(1.0, 1.0, 4.0, 1.0, 1e-5, 5)
-    local = LocalResult({"vectors": np.zeros((3, 2)), "predictions": np.full((3, 2), 0.5)}, 3)
-    seen = [
-        set(release_noisy_sums(local, np.zeros(3, np.int64), 2, mechanism, noise_source(s), {})[1].tolist())
-        for s in range(60)
-    ]
-    assert any(0 in kept for kept in seen)
-    assert any(0 not in kept for kept in seen)
-    assert any(1 in kept for kept in seen)
-
-
-def test_the_embedding_layer_release_hides_lengths() -> None:
-    mechanism = CentroidMechanism(5.0, 0.1, 0.1, 0.1, 1e-5, 1)
-    vectors = np.zeros((6, 4, 3))
-    vectors[:, :2] = 1
-    local = LocalResult({"vectors": vectors, "predictions": np.full((6, 2), 0.5)}, 6)
-    release, _ = release_noisy_sums(local, np.zeros(6, np.int64), 1, mechanism, noise_source(0), {})
-    assert release.kind is PayloadKind.EMBEDDING_CENTROIDS
-    assert release.tensors["mask"].tolist() == [[1, 1, 1, 1]]
-
-
 def test_noise_from_the_system_differs_and_says_so_and_a_seed_is_marked() -> None:
     first, second = noise_source(None), noise_source(None)
     assert first.draw().normal() != second.draw().normal()
@@ -148,58 +56,128 @@ def test_noise_from_the_system_differs_and_says_so_and_a_seed_is_marked() -> Non
     assert noise_source(1).draw().normal() == noise_source(1).draw().normal()
 
 
-def test_the_claim_travels_with_the_bytes() -> None:
-    mechanism = calibrate_centroids(CentroidPrivacy(epsilon=2.0), 1.0, 1)
-    local = LocalResult({"vectors": np.ones((9, 3)), "predictions": np.full((9, 2), 0.5)}, 9)
-    release, _ = release_noisy_sums(local, np.zeros(9, np.int64), 1, mechanism, SILENT, {"round": 2})
-    claim = decode_release(encode_release(release)).claim
-    assert isinstance(claim, GaussianSums)
-    assert claim.epsilon == pytest.approx(2.0, abs=1e-6)
-    assert claim.simulated
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_a_row_that_overflows_does_not_show(bad: float) -> None:
-    """A server could send weights that overflow on one word; with or without such a row all stays finite."""
-    mechanism = CentroidMechanism(1.0, 1.0, 1.0, 1.0, 1e-5, 1)
-    noise = Noise(_Zeros, "none", True)  # type: ignore[arg-type]
-    vectors, predictions = np.ones((6, 3)), np.full((6, 2), 0.5)
-    vectors[5], predictions[5] = bad, bad
-    assignment = nearest_seed(vectors, np.eye(2, 3))
-    sums = {}
-    for rows in (5, 6):
-        local = LocalResult({"vectors": vectors[:rows], "predictions": predictions[:rows]}, rows)
-        release, _ = release_noisy_sums(local, np.zeros(rows, np.int64), 1, mechanism, noise, {})
-        assert all(np.isfinite(array).all() for array in release.tensors.values())
-        sums[rows] = release.tensors["centroids"][0] * release.tensors["sizes"][0]
-    assert np.linalg.norm(sums[6] - sums[5]) <= 1 + 1e-6
-    assert 0 <= assignment[5] < 2
-
-
-def test_predictions_outside_the_simplex_count_as_uniform() -> None:
-    mechanism = CentroidMechanism(1.0, 1.0, 1.0, 1.0, 1e-5, 1)
-    noise = Noise(_Zeros, "none", True)  # type: ignore[arg-type]
-    votes = np.array([[0.9, 0.9], [1.0, 0.0], [50.0, -49.0]])
-    local = LocalResult({"vectors": np.ones((3, 3)), "predictions": votes}, 3)
-    release, _ = release_noisy_sums(local, np.zeros(3, np.int64), 1, mechanism, noise, {})
-    np.testing.assert_allclose(release.tensors["predictions"], [[2 / 3, 1 / 3]], atol=1e-5)
-
-
-def test_no_rows_are_no_rows() -> None:
-    assert clip_rows(np.zeros((0, 4, 3)), 1.0).shape == (0, 4, 3)
-
-
-def test_small_clusters_do_not_slip_out_unnoised() -> None:
-    means = LocalResult(
-        {"centroids": np.ones((2, 3)), "predictions": np.full((2, 2), 0.5), "sizes": np.array([9.0, 3.0])}, 12
-    )
-    with pytest.raises(SecureflError, match="minimum size"):
-        release_means(means, {}, 4)
-    assert isinstance(release_means(means, {}, 3).claim, NonPrivate)
-
-
 def test_a_local_result_shows_and_serialises_nothing() -> None:
     secret = LocalResult({"w": np.array([123.0])}, 5)
     assert "123" not in repr(secret)
     with pytest.raises(SecureflError):
         pickle.dumps(secret)
+
+
+# --- figures
+
+
+class _Fixed:
+    """A generator whose noise is this number; `scales` keeps what it was asked for."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self._value = value
+        self.scales: list[float] = []
+
+    def normal(self, loc: float, scale: float, size: int) -> np.ndarray:
+        self.scales.append(scale)
+        return np.full(size, self._value)
+
+
+def _source(generator: _Fixed) -> Noise:
+    return Noise(lambda: generator, "fixed", True)  # type: ignore[arg-type,return-value]
+
+
+def _counts(right: Sequence[int], units: Sequence[str], adjacency: Adjacency = "add-remove") -> np.ndarray:
+    """(right answers, rows) of a release without noise."""
+    mechanism = MetricMechanism(1.0, 1e-5, "patient_id" if units else "row", adjacency)
+    figures = release_counts(right, units, mechanism, _source(_Fixed()), {}).info["metrics"]
+    rows = figures["validation_rows"]
+    return np.array([figures["validation_accuracy"] * rows, rows])
+
+
+def _difference(own: Sequence[int], candidate: Sequence[int], units: Sequence[str]) -> float:
+    """What `decide` compares with 0 without noise: minus the smallest noise with which it says yes."""
+    mechanism = MetricMechanism(1.0, 1e-5, "patient_id" if units else "row")
+    low, high = -8.0, 8.0
+    while high - low > 1e-2:
+        middle = (low + high) / 2
+        if decide(own, candidate, units, mechanism, _source(_Fixed(middle)))[0]:
+            high = middle
+        else:
+            low = middle
+    return round(-6 * high) / 6  # units of up to three rows have sixths
+
+
+def test_figures_by_hand() -> None:
+    assert _counts((1, 0, 1, 1), ()).tolist() == [3, 4]
+    # Patient a has half of her answers right, b and c all.
+    assert _counts((1, 0, 1, 1), ("a", "a", "b", "c")).tolist() == pytest.approx([2.5, 3])
+    assert _difference((1, 0, 0, 0), (0, 1, 1, 1), ()) == pytest.approx(2)
+    assert _difference((1, 0, 0, 0), (0, 0, 1, 1), ("a", "a", "b", "c")) == pytest.approx(1.5)
+    assert _counts((), ()).tolist() == [0, 0]
+
+
+def test_equal_models_are_as_good() -> None:
+    mechanism = MetricMechanism(1.0, 1e-5)
+    assert decide([1, 0], [0, 1], (), mechanism, _source(_Fixed()))[0]
+    assert not decide([1, 0], [0, 0], (), mechanism, _source(_Fixed()))[0]
+
+
+@pytest.mark.parametrize("by_unit", [False, True])
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
+def test_no_unit_moves_a_figure_further_than_its_noise_is_made_for(
+    adjacency: Adjacency, by_unit: bool
+) -> None:
+    """Every unit of up to three rows, and every pair of them, beside two others: noise is z of the worst."""
+    most = 3 if by_unit else 1
+    answers = [one for m in range(1, most + 1) for one in itertools.product((0, 1), repeat=m)]
+    both = [
+        one
+        for m in range(1, most + 1)
+        for one in itertools.product(itertools.product((0, 1), repeat=2), repeat=m)
+    ]
+
+    def units(count: int) -> tuple[str, ...]:
+        return ("b", "c", *["a"] * count) if by_unit else ()
+
+    empty = _counts((1, 0), units(0))
+    pairs = {one: _counts((1, 0, *one), units(len(one))) for one in answers}
+    gone = _difference((1, 0), (1, 1), units(0))
+    gaps = {
+        one: _difference((1, 0, *(a for a, _ in one)), (1, 1, *(b for _, b in one)), units(len(one)))
+        for one in both
+    }
+    if adjacency == "add-remove":
+        pair = max(float(np.linalg.norm(one - empty)) for one in pairs.values())
+        gap = max(abs(one - gone) for one in gaps.values())
+    else:
+        pair = max(float(np.linalg.norm(a - b)) for a in pairs.values() for b in pairs.values())
+        gap = max(abs(a - b) for a in gaps.values() for b in gaps.values())
+    unit = "patient_id" if by_unit else "row"
+    mechanism, generator = MetricMechanism(1.7, 1e-5, unit, adjacency), _Fixed()
+    release_counts((1, 0), units(0), mechanism, _source(generator), {})
+    decide((1, 0), (1, 1), units(0), mechanism, _source(generator))
+    assert generator.scales == pytest.approx([1.7 * pair, 1.7 * gap], rel=1e-7)
+
+
+def test_figures_carry_their_claim_and_stay_within_their_range() -> None:
+    mechanism = calibrate_metrics(MetricPrivacy(epsilon=2.0), "replace-one", 4, "patient_id")
+    assert gaussian_epsilon(mechanism.mu * 2, 1e-5) == pytest.approx(2.0, abs=1e-6)
+    assert calibrate_metrics(MetricPrivacy(noise_multiplier=3.0), "add-remove", 9).noise_multiplier == 3.0
+    noise, seen = noise_source(0), set()
+    for _ in range(40):
+        release = release_counts((1, 1, 0), ("a", "b", "b"), mechanism, noise, {"round": 2})
+        figures = release.info["metrics"]
+        assert 0 <= figures["validation_accuracy"] <= 1
+        assert figures["validation_rows"] >= 0
+        seen.add(figures["validation_rows"])
+    assert len(seen) > 20
+    assert release.kind is PayloadKind.METRICS
+    claim = decode_release(encode_release(release)).claim
+    assert isinstance(claim, GaussianCounts)
+    assert claim == decide((1,), (0,), ("a",), mechanism, noise)[1]
+    assert (claim.unit, claim.adjacency, claim.simulated) == ("patient_id", "replace-one", True)
+    assert claim.epsilon == pytest.approx(gaussian_epsilon(claim.mu, 1e-5))
+
+
+def test_a_decision_is_as_noisy_as_it_says() -> None:
+    """Two answers ahead at sigma 3: yes with probability Phi(2 / 3), within four standard errors."""
+    mechanism, noise, trials = MetricMechanism(3.0, 1e-5), noise_source(1), 1500
+    yes = sum(decide((0, 0, 1), (1, 1, 1), (), mechanism, noise)[0] for _ in range(trials)) / trials
+    expected = float(norm.cdf(2 / 3))
+    assert yes == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / trials))

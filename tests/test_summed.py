@@ -890,7 +890,9 @@ def test_what_peers_share_reaches_the_training_under_every_protection(
 ) -> None:
     seen: list[int] = []
 
-    def watch(slm: Any, rows: Any, config: Any, epochs: int, seed: int, knowledge: Any, stop: Any) -> None:
+    def watch(
+        slm: Any, rows: Any, config: Any, epochs: int, seed: int, noise: Any, knowledge: Any, stop: Any
+    ) -> None:
         seen.append(len(knowledge))
 
     config = config_of(tiny_encoder, tiny_data, protection, federation={"method": "fedkc", "rounds": 3})

@@ -15,6 +15,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+import transformers
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -138,6 +139,52 @@ def make_encoder(
             ),
             add_pooling_layer=False,
         )
+    return save(model, tokenizer, folder)
+
+
+ARCHITECTURES = (
+    *("bert", "distilbert", "roberta", "xlm-roberta", "electra", "albert", "modernbert"),
+    *("gpt2", "llama"),
+)
+
+
+def make_architecture(folder: Path, architecture: str, seed: int = 0) -> Path:
+    """A random two-layer model of width 32 of one of ARCHITECTURES, without a head, as a Hugging Face folder.
+
+    The tokenizer is WordPiece, and for gpt2 and llama byte-level; that of gpt2 has no padding token.
+    """
+    decoder = architecture in ("gpt2", "llama")
+    tokenizer = byte_level() if decoder else wordpiece(WORDS)
+    names = {
+        "distilbert": "DistilBert",
+        "xlm-roberta": "XLMRoberta",
+        "modernbert": "ModernBert",
+        "gpt2": "GPT2",
+    }
+    name = names.get(architecture, architecture.capitalize())
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"intermediate_size": 64, "max_position_embeddings": MAX_POSITIONS}
+    special = {"bos_token_id": 2, "cls_token_id": 2, "sep_token_id": 3, "eos_token_id": 3, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")
+    match architecture:
+        case "distilbert":
+            terms = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 128}
+        case "gpt2":
+            tokenizer.pad_token = None
+            terms = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "eos_token_id": 1}
+        case "electra" | "albert":
+            terms = {**sizes, **more, "embedding_size": 16, "pad_token_id": 0}
+        case "llama":
+            terms = {**sizes, **more, "num_key_value_heads": 1, "eos_token_id": 1, "pad_token_id": 0}
+        case _:
+            terms = {**sizes, **more, **special}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        bare = getattr(transformers, f"{name}Model")
+        model = bare(config(vocab_size=len(tokenizer), initializer_range=0.1, **terms))
+        for parameter in model.parameters():  # what starts at zero or one would hide a wrong gradient
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn(parameter.shape)
     return save(model, tokenizer, folder)
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from securefl.centroid_privacy import calibrate_centroids, nearest_seed, release_means, release_noisy_sums
 from securefl.config import CentroidPrivacy, parse_config
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, Rows
@@ -21,15 +22,7 @@ from securefl.local import public_seeds
 from securefl.messages import Party, RoundPlan, Step
 from securefl.methods.fedkc import cluster, compose
 from securefl.models import Slm, base_fingerprint
-from securefl.privacy import (
-    LocalResult,
-    Noise,
-    calibrate_centroids,
-    nearest_seed,
-    noise_source,
-    release_means,
-    release_noisy_sums,
-)
+from securefl.privacy import LocalResult, Noise, noise_source
 from securefl.recording import RunFolder, ledger_facts
 from securefl.release import Release, encode_release, fingerprint
 from securefl.result import ClientRow, Result, RoundRow, ServerRow

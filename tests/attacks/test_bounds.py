@@ -109,6 +109,15 @@ def test_replace_one_matches_the_two_block_case() -> None:
     assert bounds.replace_one_mu(claim(1.0, 0.5, 1e9)) == pytest.approx(math.sqrt(10))
 
 
+def test_a_claim_of_either_adjacency_is_converted_to_the_game() -> None:
+    """The mechanism is the same whichever one is named: mu^2 = 1/4 + 1/4 + 1, or 4/4 + 2/1."""
+    terms = claim(2.0, 2.0, 1.0)
+    for adjacency in ("add-remove", "replace-one"):
+        named = terms.model_copy(update={"adjacency": adjacency})
+        assert bounds.claim_mu(named, "add-remove") == pytest.approx(math.sqrt(1.5))
+        assert bounds.replace_one_mu(named) == pytest.approx(math.sqrt(3.0))
+
+
 def test_caps_are_those_of_two_shifted_gaussians() -> None:
     mu = 1.3
     # AUC = P[X > Y] for X ~ N(mu, 1), Y ~ N(0, 1), integrated by scipy in two dimensions.

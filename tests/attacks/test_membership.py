@@ -9,8 +9,8 @@ from sklearn.metrics import roc_auc_score
 
 from attacks import bounds, membership
 from attacks.membership import Target
+from securefl.centroid_privacy import clip_rows
 from securefl.errors import SecureflError
-from securefl.privacy import clip_rows
 from securefl.release import GaussianSums, NonPrivate
 
 PLAIN = NonPrivate(reason="a test")

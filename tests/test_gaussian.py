@@ -1,0 +1,82 @@
+"""Noise for long vectors: distribution, independence, and that nothing but key and place decide it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from scipy.stats import kstest, kurtosis
+
+from securefl.errors import UsageError, WrongShape
+from securefl.gaussian import add_gaussian
+
+N = 1 << 20
+
+
+def _noise(key: int, length: int = N, deviation: float = 1.0, threads: int = 2) -> np.ndarray:
+    values = torch.zeros(length)
+    add_gaussian(values, deviation, key.to_bytes(32, "big"), threads)
+    return values.numpy().astype(np.float64)
+
+
+def test_it_is_box_and_muller_of_the_keystream() -> None:
+    """By `cryptography` and numpy in float64, over the border of a chunk; logarithms near 0 round by 1e-5."""
+    length, half = (1 << 16) + 5, 1 << 15
+    zeros = bytes(2 * 12 * half)
+    stream = Cipher(algorithms.AES((7).to_bytes(32, "big")), modes.CTR(bytes(16))).encryptor().update(zeros)
+    expected: list[np.ndarray] = []
+    for chunk in (stream[: 12 * half], stream[12 * half :]):
+        u = ((np.frombuffer(chunk[: 8 * half], "<i8") & (2**63 - 1)) + 0.5) / 2.0**63
+        v = np.frombuffer(chunk[8 * half :], "<i4") / 2.0**32
+        radius = np.sqrt(-2 * np.log(u))
+        expected += [radius * np.cos(2 * math.pi * v), radius * np.sin(2 * math.pi * v)]
+    np.testing.assert_allclose(_noise(7, length), np.concatenate(expected)[:length], atol=2e-5)
+
+
+def test_it_is_normal() -> None:
+    """Kolmogorov-Smirnov at 1e-6; variance and kurtosis within 5 of their standard errors; fixed keys."""
+    values = _noise(1)
+    assert kstest(values, "norm").pvalue > 1e-6
+    assert abs(values.mean()) < 5 / math.sqrt(N)
+    assert abs(values.var() - 1) < 5 * math.sqrt(2 / N)
+    assert abs(kurtosis(values)) < 5 * math.sqrt(24 / N)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 1 << 15, 1 << 16])
+def test_numbers_are_independent(lag: int) -> None:
+    """No correlation of numbers or squares at the lags where a fault would show; 5 standard errors."""
+    values = _noise(2)
+    for row in (values, values**2 - 1):
+        correlation = np.corrcoef(row[:-lag], row[lag:])[0, 1]
+        assert abs(correlation) < 5 / math.sqrt(N - lag)
+
+
+def test_other_keys_give_other_noise() -> None:
+    assert abs(np.corrcoef(_noise(3), _noise(4))[0, 1]) < 5 / math.sqrt(N)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, (1 << 16) - 1, (1 << 16) + 1, 5 << 16])
+def test_threads_do_not_change_it(length: int) -> None:
+    np.testing.assert_array_equal(_noise(5, length, threads=1), _noise(5, length, threads=3))
+
+
+def test_it_is_added() -> None:
+    values = torch.full((9,), 2.0)
+    add_gaussian(values, 0.5, bytes(32))
+    np.testing.assert_allclose(values.numpy(), 2 + 0.5 * _noise(0, 9), rtol=1e-6)
+
+
+def test_the_largest_number_is_far_out() -> None:
+    """The smallest u there is gives 9.4: the tail beyond it has a probability of 6e-21."""
+    assert math.sqrt(-2 * math.log(0.5 / 2.0**63)) > 9.4
+
+
+def test_what_is_no_row_is_refused() -> None:
+    for values in (torch.zeros(2, 2), torch.zeros(4, dtype=torch.float64), torch.zeros(8)[::2]):
+        with pytest.raises(WrongShape):
+            add_gaussian(values, 1.0, bytes(32))
+    with pytest.raises(UsageError):
+        add_gaussian(torch.zeros(3), 1.0, bytes(16))
