@@ -24,6 +24,7 @@ from securefl.config import AVERAGING, Config
 from securefl.contribution import Contributor, Member
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
+from securefl.dp_terms import round_claim, run_claim
 from securefl.errors import (
     AwaitingApproval,
     Cancelled,
@@ -216,7 +217,10 @@ class Client:
         """
         with self._turn:
             account = self.ledger.account(self.dataset)
-            card = silo_card(self.slm, self.identity.name, self.config.federation.method, self.run, account)
+            training = run_claim(self.config, self.config.federation.rounds, self.noise)
+            card = silo_card(
+                self.slm, self.identity.name, self.config.federation.method, self.run, account, training
+            )
             self.slm.save(Path(folder), card)
 
     def abandon(self) -> None:
@@ -300,6 +304,9 @@ class Client:
                 "ledger",
             )
         check_agreed(plan, self.config, _parties([*self.roster.values(), self.identity.card]))
+        training = round_claim(self.config, plan.round, self.noise) if plan.step is Step.TRAIN else None
+        if training is not None:  # before hours of training for what may not leave
+            self.policy.check_budget(self.dataset, self.ledger.account_with(self.dataset, training))
         # What no row has a part in needs no owner: a masked round asks for its one approval to train.
         bound = plan.step in (Step.KEY, *MASKING_STEPS)
         if self.policy.approval == "manual" and not (bound or self.ledger.is_approved(asked.hash)):

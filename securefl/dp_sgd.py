@@ -120,31 +120,27 @@ def fit_private(
     optimizer = torch.optim.AdamW(parameter_groups(slm, learning_rate, head_learning_rate), lr=learning_rate)
     sums = _Sums(trained)
     generator = noise.draw()
-    try:
+    with clipped_sum(slm, engine, autocast=_PRECISIONS[precision]) as gradients:
         for step in range(mechanism.steps):
-            _stop(cancelled, slm, step, mechanism.steps)
             taken = np.flatnonzero(generator.random(len(units)) < mechanism.sample_rate)
             sums.flat.zero_()
-            with clipped_sum(slm, engine, autocast=_PRECISIONS[precision]) as gradients:
-                for chosen in _physical([units[unit] for unit in taken], physical_batch):
-                    _stop(cancelled, slm, step, mechanism.steps)
-                    gradients.add(*_batch(slm, rows, chosen), mechanism.clip, sums.parts)
+            for chosen in _physical([units[unit] for unit in taken], physical_batch):
+                _stop(cancelled, slm, step, mechanism.steps)
+                gradients.add(*_batch(slm, rows, chosen), mechanism.clip, sums.parts)
+            _stop(cancelled, slm, step, mechanism.steps)
             add_gaussian(sums.flat, mechanism.noise_multiplier * mechanism.clip, generator.bytes(32))
+            sums.flat.div_(mechanism.expected_batch)
             optimizer.zero_grad()
             if penalty is not None:
                 with torch.enable_grad():
                     torch.autograd.backward(penalty(slm))
-            sums.flat.div_(mechanism.expected_batch)
             for parameter, part in zip(trained, sums.parts, strict=True):
-                parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
+                parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * schedule(step, mechanism.steps)
             optimizer.step()
             if progress is not None:
                 progress(step + 1, mechanism.steps)
-    finally:
-        for parameter in trained:
-            parameter.grad = None
     if not all(bool(torch.isfinite(parameter).all()) for parameter in trained):
         raise SecureflError(f"training of {slm.name} became NaN or infinite; lower the learning rates")
     return claim

@@ -159,6 +159,7 @@ def _ledger(path: Path) -> Document:
                 "bytes": entry.bytes,
                 "sha256": entry.body_sha256,
                 "claim": entry.claim.model_dump(mode="json"),
+                "account": _account(entry.account),
             }
             for entry in summary.releases
         ],
@@ -177,7 +178,12 @@ def _account(account: Account) -> Document:
         "epsilon": "no finite epsilon" if account.nonprivate else account.epsilon,
         "private_epsilon": account.private_epsilon,
         "delta": account.delta,
+        "unit": account.unit,
+        "adjacency": account.adjacency,
         "simulated": account.simulated,
+        "mu": account.mu,
+        **({"rho": account.rho} if account.rho else {}),
+        "trainings": [part.model_dump() for part in account.sampled],
         "not_private": list(account.nonprivate),
     }
 

@@ -98,7 +98,8 @@ class SumRow(_Row):
 class ClientRow(_Row):
     """One silo. Accuracies lie in [0, 1] with a 95 % Wilson interval over the test rows.
 
-    baseline_accuracy: the silo's own model after the same number of local passes, nothing exchanged.
+    baseline_accuracy: the silo's own model after the same number of local passes, nothing exchanged and no
+    noise. training: the claim on all its trainings by DP-SGD together.
     epsilon: composed over the releases, or None where a release has no finite one (`no_finite_epsilon`
     says why) or nothing left.
     """
@@ -117,6 +118,7 @@ class ClientRow(_Row):
     simulated: bool
     no_finite_epsilon: list[str]
     releases: list[ReleaseRow]
+    training: dict[str, Any] | None = None
     bytes_up: Count
     kept_candidate: bool | None = None
 

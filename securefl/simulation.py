@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -360,6 +361,11 @@ class Simulation:
         """Whether the server has a global model that it can read."""
         return self.config.federation.method in AVERAGING and self.config.protection.models != "ckks"
 
+    @property
+    def _training(self) -> dict[str, Any] | None:
+        claim = self._so_far(self.config.federation.rounds)
+        return None if claim is None else claim.model_dump(mode="json")
+
     def _so_far(self, rounds: int) -> DpSgd | None:
         """The claim on what was made of so many rounds' trainings, for each silo alike."""
         return run_claim(self.config, rounds, noise_source(self.config.federation.seed))
@@ -551,6 +557,7 @@ class Simulation:
             test_interval=wilson(right),
             baseline_accuracy=baseline,
             **ledger_facts(client.ledger),
+            training=self._training,
             bytes_up=sent,
             kept_candidate=client.kept_candidate,
         )

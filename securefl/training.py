@@ -39,7 +39,7 @@ def schedule(step: int, steps: int) -> float:
 
 def parameter_groups(slm: Slm, learning_rate: float, head_learning_rate: float) -> list[dict[str, object]]:
     """AdamW's groups: encoder and head, each with decay on its matrices only."""
-    head = {id(parameter) for parameter in slm.model.classifier.parameters()}
+    head = {id(parameter) for parameter in slm.classifier.parameters()}
     return [
         {
             "params": [p for p in slm.trained() if (id(p) in head) == is_head and (p.ndim > 1) == is_matrix],

@@ -12,7 +12,7 @@ from typing import Any
 from securefl.crypto.identity import Identity
 from securefl.ledger import Ledger, RefusalEntry, ReleaseEntry, head_path
 from securefl.messages import Party
-from securefl.release import DistributedNoise, GaussianSums, NonPrivate, PayloadKind, canonical_json
+from securefl.release import DistributedNoise, DpSgd, GaussianSums, NonPrivate, PayloadKind, canonical_json
 
 RUN, PLAN = "ab" * 16, "c" * 64
 SILO, OTHER = Identity.generate("silo-1"), Identity.generate("silo-2")
@@ -50,6 +50,21 @@ def distributed(rho: float, delta: float = 1e-5, simulated: bool = False) -> Dis
         wrap_probability=1e-9,
         generator="os",
         simulated=simulated,
+    )
+
+
+def sampled(steps: int, noise: float = 1.0, delta: float = 1e-5) -> DpSgd:
+    return DpSgd(
+        epsilon=1.0,  # of the one release; the account composes the steps
+        delta=delta,
+        noise_multiplier=noise,
+        sample_rate=0.1,
+        steps=steps,
+        clip=1.0,
+        per_unit=1,
+        accountants="two",
+        generator="os",
+        simulated=False,
     )
 
 

@@ -21,6 +21,7 @@ import pytest
 from securefl import _ledger_files
 from securefl._ledger_lines import Point
 from securefl.account import Account
+from securefl.accountants import Sampled, composed_epsilon
 from securefl.crypto.identity import Identity
 from securefl.errors import BudgetExceeded, LedgerCorrupt, Refused, UsageError
 from securefl.ledger import Ledger, head_path, rotate_ledger, verify_ledger
@@ -264,6 +265,58 @@ def test_two_processes_cannot_both_spend_the_last_of_a_budget(tmp_path: Path) ->
         charge(second, round=2, claim=gaussian(0.9), permit=permit)
     assert len(verify_ledger(path).releases) == 1
     assert second.account("notes").mu == pytest.approx(0.9), "and now it has"
+
+
+_SPENDER = """
+import sys
+from pathlib import Path
+from securefl.crypto.identity import Identity
+from securefl.errors import BudgetExceeded
+from securefl.ledger import Ledger
+from tests.ledgers import charge, sampled
+
+silo = Identity.load(Path(sys.argv[2]))
+ledger, spent = Ledger.open(Path(sys.argv[1]), silo), 0
+
+def permit(account):
+    if account.epsilon > float(sys.argv[4]):
+        raise BudgetExceeded("no room")
+
+sys.stdin.readline()
+for number in range(6):
+    try:
+        charge(ledger, run=sys.argv[3] * 32, round=number + 1, claim=sampled(10), permit=permit)
+        spent += 1
+    except BudgetExceeded:
+        pass
+print(spent)
+"""
+
+
+def test_processes_that_spend_at_once_stay_within_one_budget(tmp_path: Path) -> None:
+    """Three processes, six trainings of ten steps each, room for four of the eighteen in all."""
+    path, key = tmp_path / "silo-1.jsonl", tmp_path / "key"
+    Ledger.create(path, SILO)
+    SILO.save(key)
+    ceiling = composed_epsilon(0.0, (Sampled(noise_multiplier=1.0, sample_rate=0.1, steps=45),), 1e-5)
+    command = [sys.executable, "-c", _SPENDER, path, key]
+    running = [
+        subprocess.Popen(
+            [*map(str, command), letter, str(ceiling)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).resolve().parent.parent,
+        )
+        for letter in "abc"
+    ]
+    said = [process.communicate("go\n")[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert sum(map(int, said)) == 4
+    account = verify_ledger(path).account
+    assert account.sampled[0].steps == 40
+    assert account.epsilon is not None
+    assert account.epsilon <= ceiling
 
 
 def test_a_step_is_answered_once(path: Path) -> None:

@@ -232,9 +232,10 @@ class BookKeeping:
         noted = noting(module, note)
         assert noted is not None
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(*given: Tensor, **named: Tensor) -> Tensor:
             if self._records is None:
-                return plain(x)  # type: ignore[no-any-return]
+                return plain(*given, **named)  # type: ignore[no-any-return]
+            (x,) = (*given, *named.values())
             return noted(x)
 
         module.forward = forward

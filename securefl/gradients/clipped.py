@@ -129,9 +129,15 @@ class _Sum:
 
 @contextmanager
 def _as_it_was(slm: Slm) -> Iterator[None]:
-    """Every attribute of modules and parameters, and .grad, is after the block what it was before it."""
+    """Every attribute of modules and parameters, hook and .grad is after the block what it was before it."""
     holders: list[nn.Module | nn.Parameter] = [*slm.modules(), *slm.parameters()]
     attributes = [(holder, dict(vars(holder))) for holder in holders]
+    hooks = [
+        (registered, dict(registered))
+        for module in slm.modules()
+        for name, registered in vars(module).items()
+        if name.endswith("_hooks")
+    ]
     gradients = [(parameter, parameter.grad) for parameter in slm.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -141,6 +147,9 @@ def _as_it_was(slm: Slm) -> Iterator[None]:
         for holder, before in attributes:
             vars(holder).clear()
             vars(holder).update(before)
+        for registered, hooks_before in hooks:
+            registered.clear()
+            registered.update(hooks_before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
@@ -158,11 +167,13 @@ def _check_rows(slm: Slm) -> None:
     for name, module in slm.model.named_modules():
         if any(p.requires_grad for p in module.parameters(recurse=False)):
 
-            def look(_: nn.Module, given: tuple[Tensor, ...], name: str = name) -> None:
-                if given[0].shape[0] != rows:
+            def look(
+                _: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], name: str = name
+            ) -> None:
+                if (*given, *named.values())[0].shape[0] != rows:
                     wrong.append(name)
 
-            hooks.append(module.register_forward_pre_hook(look))
+            hooks.append(module.register_forward_pre_hook(look, with_kwargs=True))
     try:
         with torch.no_grad():
             slm({key: tensor.expand(rows, -1).contiguous() for key, tensor in one.items()})

@@ -106,18 +106,23 @@ class _Opacus:
                     f"{self._slm.name}: a {type(layer).__name__} has parameters of its own beside further "
                     "layers or dropout, so Opacus cannot be run on it without dropout"
                 )
-        try:
+        with self._refusing():
             self._module = self._wrap()
-            self._module.disable_hooks()
-            for layer in self._layers():
-                layer.training = True
+        self._module.disable_hooks()
+        for layer in self._layers():
+            layer.training = True
+        try:
+            yield
+        finally:
+            self._module.cleanup()
+            self._module = None
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
             yield
         except NotImplementedError as error:
             raise SecureflError(f"{self._slm.name}: Opacus cannot handle this model ({error})") from error
-        finally:
-            if self._module is not None:
-                self._module.cleanup()
-            self._module = None
 
     def _pass(
         self,
@@ -138,7 +143,7 @@ class _Opacus:
             vars(parameter).pop("_norm_sample", None)
         self._module.enable_hooks()
         try:
-            with precision:
+            with self._refusing(), precision:
                 logits = self._module(self._slm.inputs(batch), batch["attention_mask"])
             losses = row_losses(logits, labels, units)
             with _unwarned():
