@@ -61,8 +61,8 @@ def _alone(row: ClientRow) -> str:
 
 def _whose(row: ClientRow, result: Result) -> str:
     if result.method not in AVERAGING:
-        rows = "" if row.training is not None else f", trained on {row.train_rows} rows"
-        return f"the model of {row.name}{rows}"
+        trained = "" if row.training is not None else f", trained on {row.train_rows} rows"
+        return f"the model of {row.name}{trained}"
     last = result.rounds[-1]
     if row.name in last.dropped:
         return (
