@@ -306,6 +306,7 @@ class Client:
         check_agreed(plan, self.config, _parties([*self.roster.values(), self.identity.card]))
         training = round_claim(self.config, plan.round, self.noise) if plan.step is Step.TRAIN else None
         if training is not None:  # before hours of training for what may not leave
+            self.policy.check_noise(training)
             self.policy.check_budget(self.dataset, self.ledger.account_with(self.dataset, training))
         # What no row has a part in needs no owner: a masked round asks for its one approval to train.
         bound = plan.step in (Step.KEY, *MASKING_STEPS)

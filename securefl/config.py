@@ -156,7 +156,12 @@ class Slm(_Section):
     max_length: int = Field(64, ge=4, le=512, description="Tokens kept of a text.")
     epochs: int = Field(3, ge=1, le=1000, description="Local passes in round 1.")
     round_epochs: int | None = Field(None, ge=1, le=1000, description="Local passes later; unset: `epochs`.")
-    batch_size: int = Field(16, ge=1, le=4096, description="Rows a step.")
+    batch_size: int = Field(
+        16,
+        ge=1,
+        le=4096,
+        description="Rows a step; under DP-SGD what the noisy sum of a step is divided by, a public guess.",
+    )
     learning_rate: float = Field(2e-4, gt=0, le=1, description="AdamW's, for the encoder.")
     head_learning_rate: float = Field(5e-3, gt=0, le=1, description="AdamW's, for the new linear head.")
     train_embeddings: bool = Field(

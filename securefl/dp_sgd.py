@@ -113,6 +113,8 @@ def fit_private(
     if rows.labels.min() < 0 or rows.labels.max() >= len(slm.labels):
         raise DataError(f"a row's label is not one of the {len(slm.labels)} labels of {slm.name}")
     units = _limited(rows, mechanism.per_unit)
+    # Units of like length are computed together, so that little of a batch is padding.
+    lengths = np.array([max(len(rows.texts[row]) for row in unit) for unit in units])
     check_delta(mechanism.delta, len(units), "this silo")
     claim = mechanism.claim(noise)
     slm.eval()
@@ -124,7 +126,9 @@ def fit_private(
         for step in range(mechanism.steps):
             taken = np.flatnonzero(generator.random(len(units)) < mechanism.sample_rate)
             sums.flat.zero_()
-            for chosen in _physical([units[unit] for unit in taken], physical_batch):
+            for chosen in _physical(
+                [units[unit] for unit in sorted(taken, key=lengths.item)], physical_batch
+            ):
                 _stop(cancelled, slm, step, mechanism.steps)
                 gradients.add(*_batch(slm, rows, chosen), mechanism.clip, sums.parts)
             _stop(cancelled, slm, step, mechanism.steps)

@@ -316,7 +316,7 @@ class Policy(BaseModel):
             self._refuse("max_release_bytes", f"a release of {size} bytes is above {limit}")
         self._check_recipients(release.kind, recipients)
         if isinstance(release.claim, Noised):
-            self._check_noise(release.claim)
+            self.check_noise(release.claim)
         elif not isinstance(release.claim, Independent):
             self._check_nonprivate(release)
 
@@ -395,7 +395,8 @@ class Policy(BaseModel):
             if party.key not in self.servers:
                 self._refuse("servers", f"{party.name} with the key {party.key[:16]} is not listed")
 
-    def _check_noise(self, claim: Noised) -> None:
+    def check_noise(self, claim: Noised) -> None:
+        """Whether a private claim has noise enough, and from where it must be. Raises PolicyRefusal."""
         if claim.simulated and not self.simulation:
             self._refuse("simulation", "the noise comes from a seed, which protects nobody")
         least = claim.noise_multiplier

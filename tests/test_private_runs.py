@@ -20,7 +20,7 @@ from securefl.config import Config, parse_config
 from securefl.console import run_app
 from securefl.data import load_corpus
 from securefl.errors import BudgetExceeded, ConfigError, PayloadError
-from securefl.inspection import inspect_path
+from securefl.inspection import inspect_path, verify_run
 from securefl.ledger import Ledger
 from securefl.policy import Ceiling
 from securefl.release import (
@@ -388,3 +388,64 @@ def test_a_budget_above_the_ceiling_exits_3(
     file.write_text("\n".join([*lines, "[policy]\nmax_epsilon = 61.0"]), encoding="utf-8")
     assert run_app(app, "securefl", ["simulate", str(file), "--out", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["clients"][0]["epsilon"] > 55
+
+
+@pytest.mark.parametrize("figures", [False, True], ids=["unseen", "noised"])
+def test_crosslm_chooses_without_an_unaccounted_look(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path, figures: bool
+) -> None:
+    """The server's candidate is taken unseen, or by a noisy comparison that is charged; every account is
+    finite, and the figures at the end are noisy or none.
+    """
+    metrics = {"metrics": {"epsilon": 2.0, "delta": 1e-3}} if figures else {}
+    config = private(
+        tiny_encoder,
+        tiny_data,
+        "crosslm",
+        federation={"method": "crosslm", "rounds": 2},
+        privacy={"dp_sgd": DP_SGD, **metrics},
+        crosslm={
+            "llm": str(tiny_llm),
+            "encoder": str(tiny_encoder),
+            "synthetic": 8,
+            "keep": 0.5,
+            "max_new_tokens": 4,
+            "evaluate_rows": 4,
+            "lora_rank": 2,
+        },
+    )
+    simulation = Simulation(config, load_corpus(config), tmp_path / "run")
+    result = simulation.run()
+    for name, client in simulation.clients.items():
+        told = [entry.claim for entry in client.ledger.entries if entry.kind is PayloadKind.METRICS]
+        assert {type(claim) for claim in told} == {GaussianCounts if figures else Independent}
+        account = client.ledger.account(name)
+        assert account.epsilon is not None
+        assert account.sampled[0].steps == 8
+        assert (account.mu > 0) == figures
+        if not figures:
+            assert client.kept_candidate in (None, True)
+    assert all(row.no_finite_epsilon == [] for row in result.clients)
+
+
+def test_a_seed_is_refused_outside_a_simulation(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Before anything is trained: the claim that a seed would make says so."""
+    config = private(tiny_encoder, tiny_data)
+    parties = make_parties(config, tmp_path, nonprivate=(), simulation=False, **CEILING)
+    client = parties.clients["silo-1"]
+    client.train = _never
+    client.handle(parties.server.outgoing()["silo-1"])
+    assert client.refusals[-1].clause == "simulation"
+    assert client.ledger.account("silo-1") == Account()
+
+
+def test_fedprox_and_an_adapter(tiny_encoder: Path, tiny_data: Path, tmp_path: Path) -> None:
+    config = private(
+        tiny_encoder, tiny_data, "fedprox", slm={"lora": {"r": 2}}, protection={"models": "masked"}
+    )
+    result = Simulation(config, load_corpus(config), tmp_path / "run").run()
+    assert all(5.8 < (row.epsilon or 0) <= 6.0 for row in result.clients)
+    again = verify_run(tmp_path / "run")
+    assert {one.row.claim["mechanism"] for one in again.releases} == {"independent"}, (
+        "masked ones are no files"
+    )

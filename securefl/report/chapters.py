@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from securefl.report import digest
+from securefl.report import claims, digest
 from securefl.report.digest import run_name
 from securefl.report.figures import Dot, Panel, dot_panels, dots_alt, label_picture
 from securefl.report.page import (
@@ -38,8 +38,19 @@ _MOST_LABELS = 12
 _FIRST_KEYS = ("silo", "client", "round", "label", "text")
 
 
-def _interval_cell(value: float, ends: tuple[float, float]) -> Cell:
-    return Cell(accuracy(value), interval(ends))
+def _accuracy_cell(result: Result, client: ClientRow) -> Cell:
+    number = digest.dropped_in(result, client.name)
+    badges = () if number is None else (Badge(f"dropped out in round {number}", "caution"),)
+    return Cell(accuracy(client.test_accuracy), interval(client.test_interval), badges)
+
+
+def _alone_words(results: Sequence[Result]) -> str:
+    """What a comparison with training alone says where training is private."""
+    private = [run_name(r) for r in results if claims.under_dp_sgd(r)]
+    if not private:
+        return ""
+    which = "" if len(private) == len(results) else f" In {listing(private)}:"
+    return f"{which} Alone is trained without noise, so the difference to it also holds what privacy costs."
 
 
 def difference_cells(difference: Difference | None) -> tuple[Cell, Cell]:
@@ -96,7 +107,11 @@ def _accuracy_picture(results: Sequence[Result]) -> Picture:
             Dot(c.name, c.test_accuracy, c.test_interval, c.baseline_accuracy) for c in results[0].clients
         )
         panels = [Panel("Test accuracy", tuple(dots), limits)]
-    legend = ["value: accuracy, 95 % interval", "reference: the silo's own model, nothing exchanged"]
+    noiseless = ", no noise" if any(claims.under_dp_sgd(r) for r in results) else ""
+    legend = [
+        "value: accuracy, 95 % interval",
+        f"reference: the silo's own model, nothing exchanged{noiseless}",
+    ]
     if len(results) > 1 and any(r.difference is not None for r in results):
         changes = (
             Dot(run_name(r), r.difference.value, r.difference.interval, hollow=r.difference.within_noise)
@@ -125,9 +140,7 @@ def _accuracy_matrix(results: Sequence[Result]) -> Table:
         cells: list[Cell | str] = [Cell(run_name(r), full=r.name)]
         for silo in silos:
             client = client_row(r, silo)
-            cells.append(
-                "–" if client is None else _interval_cell(client.test_accuracy, client.test_interval)
-            )
+            cells.append("–" if client is None else _accuracy_cell(r, client))
         cells += [accuracy(digest.mean_accuracy(r)), *difference_cells(r.difference)]
         cells += [accuracy(r.server.test_accuracy)] if served else []
         rows.append(tuple(cells))
@@ -138,7 +151,8 @@ def _accuracy_matrix(results: Sequence[Result]) -> Table:
         columns,
         tuple(rows),
         numeric=frozenset(range(1, len(columns))) - {len(silos) + 3},
-        note="Intervals of a silo: Wilson. Of a difference: paired bootstrap over the test texts.",
+        note="Intervals of a silo: Wilson. Of a difference: paired bootstrap over the test texts."
+        f"{_alone_words(results)}",
     )
 
 
@@ -152,7 +166,7 @@ def _silo_accuracy(results: Sequence[Result]) -> Table:
             rows.append((
                 named(c.name), run_name(r), Cell(clean(c.model, 40), kept, full=c.model),
                 f"{c.train_rows:,}", f"{c.validation_rows:,}",
-                _interval_cell(c.test_accuracy, c.test_interval),
+                _accuracy_cell(r, c),
                 accuracy(c.baseline_accuracy), signed(c.test_accuracy - c.baseline_accuracy),
             ))  # fmt: skip
     return Table(
@@ -160,7 +174,8 @@ def _silo_accuracy(results: Sequence[Result]) -> Table:
         ("Silo", "Run", "Model", "Training rows", "Validation rows", "Accuracy", "Alone", "Change"),
         tuple(rows),
         numeric=frozenset({3, 4, 5, 6, 7}),
-        note="The change of a single silo has no interval of its own: read it beside that of its accuracy.",
+        note="The change of a single silo has no interval of its own: read it beside that of its accuracy."
+        f"{_alone_words(results)}",
     )
 
 

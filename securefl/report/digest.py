@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from securefl.report.claims import bound, is_private, scopes, under_dp_sgd
+from securefl.report.claims import whose as of_whom
 from securefl.report.page import accuracy, clean, count, delta, epsilon, interval, listing, signed
 from securefl.result import ClientRow, ReleaseRow, Result
 
@@ -22,6 +24,7 @@ SHORT = {
     "centroids": "pooled averages",
     "embedding-centroids": "token averages",
     "metrics": "scores",
+    "notice": "notices, no score",
     "group-key": "CKKS key",
     "masking": "keys, sealed shares",
 }
@@ -32,6 +35,7 @@ KINDS = {
     "centroids": "Group averages of pooled vectors",
     "embedding-centroids": "Group averages of token vectors",
     "metrics": "Scores",
+    "notice": "Notices without a score",
     "group-key": "CKKS key",
     "masking": "Keys and sealed shares of masked sums",
 }
@@ -49,6 +53,14 @@ def run_name(result: Result) -> str:
     return clean(result.name or result.method, 40)
 
 
+def kind_of(release: ReleaseRow) -> str:
+    """What a release is shown as. Where no figure is told, the message that ends a run holds none."""
+    if release.kind in _MASKING:
+        return "masking"
+    told = release.kind != "metrics" or release.claim.get("mechanism") != "independent"
+    return release.kind if told else "notice"
+
+
 def kind_words(kind: str) -> str:
     return KINDS.get(kind) or _MASKING.get(kind) or clean(kind, 40)
 
@@ -62,7 +74,12 @@ def setting(result: Result, *path: str) -> Any:
 
 
 def describe(result: Result) -> str:
-    """One sentence on how the silos of a run learned from each other."""
+    """How the silos of a run learned from each other, and whether their training was private."""
+    trained = next((c.training for c in result.clients if c.training is not None), None)
+    return _learned(result) + ("" if trained is None else f" Training is by DP-SGD, {bound(trained)}.")
+
+
+def _learned(result: Result) -> str:
     if result.method == "standalone":
         return "Every silo trains alone; nothing is exchanged."
     if result.method == "fedavg":
@@ -90,10 +107,33 @@ def describe(result: Result) -> str:
     return f"Method {clean(result.method, 40)}."
 
 
-def unit(results: Iterable[Result]) -> str:
-    """For what the epsilons of these runs hold: where claims for rows and silos are composed, a row."""
-    units = {r.claim.get("unit") for result in results for c in result.clients for r in c.releases}
-    return "a silo's whole data" if units - {None} == {"silo"} else "one row"
+def whose(results: Sequence[Result]) -> str:
+    """For what the epsilons of these runs hold, the runs named where it is not the same in all."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        for scope in scopes(result):
+            found.setdefault(scope, []).append(run_name(result))
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{scope} ({listing(names)})" for scope, names in found.items())
+
+
+def trained_alone(results: Sequence[Result]) -> list[str]:
+    """`fedkc have ε 7.99 at δ = 1e-5 ...` for every run by DP-SGD of which nothing left."""
+    return [
+        f"{run_name(result)} have {bound(client.training)} for {of_whom(client.training)}"
+        f"{' (simulated)' if client.training.get('simulated') else ''}"
+        for result in results
+        if not any(client.releases for client in result.clients)
+        for client in result.clients[:1]
+        if client.training is not None
+    ]
+
+
+def dropped_in(result: Result, name: str) -> int | None:
+    """The last round, where a silo dropped out of it: its model is then of an earlier one."""
+    last = result.rounds[-1]
+    return last.round if name in last.dropped else None
 
 
 def _averaged(result: Result) -> str:
@@ -179,12 +219,8 @@ def span(ends: tuple[float, float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def is_private(release: ReleaseRow) -> bool:
-    return release.claim.get("mechanism") not in ("none", "independent")
-
-
 def _departure(kind: str, found: Sequence[tuple[ClientRow, ReleaseRow]], silos: Sequence[str]) -> Departure:
-    private = [(client, release) for client, release in found if is_private(release)]
+    private = [(client, release) for client, release in found if is_private(release.claim)]
     totals = [client.private_epsilon for client, _ in private if client.private_epsilon is not None]
     single = [float(release.claim["epsilon"]) for _, release in private if "epsilon" in release.claim]
     deltas = [client.delta for client, _ in private if client.delta is not None]
@@ -220,8 +256,7 @@ def departures(result: Result, clients: Sequence[ClientRow] | None = None) -> li
     found: dict[str, list[tuple[ClientRow, ReleaseRow]]] = {}
     for client in result.clients if clients is None else clients:
         for release in client.releases:
-            kind = "masking" if release.kind in _MASKING else release.kind
-            found.setdefault(kind, []).append((client, release))
+            found.setdefault(kind_of(release), []).append((client, release))
     order = [*KINDS, *sorted(set(found) - set(KINDS))]
     return [_departure(kind, found[kind], silos) for kind in order if kind in found]
 
@@ -244,13 +279,21 @@ def _accuracy_sentences(results: Sequence[Result]) -> list[str]:
     texts = " and ".join(f"{n:,}" for n in rows)
     sentences = [f"{scored} {'was' if len(results) == 1 else 'were'} scored on {texts} test texts."]
     alone = [result for result in results if result.method == "standalone"]
-    bases = [mean_accuracy(result) for result in alone] or [mean_baseline(result) for result in results]
+    # The baseline has no noise. Of a run by DP-SGD that exchanges nothing, its own accuracy has.
+    bases = [mean_baseline(r) if under_dp_sgd(r) else mean_accuracy(r) for r in alone]
+    bases = bases or [mean_baseline(result) for result in results]
     low, high = accuracy(min(bases)), accuracy(max(bases))
+    private = [result for result in results if under_dp_sgd(result)]
     sentences.append(
-        "A silo that trains alone reaches a mean accuracy of "
+        f"A silo that trains alone{', without noise,' if private else ''} reaches a mean accuracy of "
         + (low if low == high else f"{low} to {high}")
         + "."
     )
+    sentences += [
+        f"Alone and by DP-SGD, in {run_name(r)}, it reaches {accuracy(mean_accuracy(r))}."
+        for r in private
+        if r in alone
+    ]
     better = [r for r in shared if r.difference and not r.difference.within_noise and r.difference.value > 0]
     worse = [r for r in shared if r.difference and not r.difference.within_noise and r.difference.value < 0]
     same = [r for r in shared if r.difference and r.difference.within_noise]
@@ -261,7 +304,8 @@ def _accuracy_sentences(results: Sequence[Result]) -> list[str]:
             most = " most" if len(chosen) > 1 else ""
             sentences.append(
                 f"{run_name(top)} {verb}{most}: {accuracy(mean_accuracy(top))}, against "
-                f"{accuracy(mean_baseline(top))} alone with as many local passes, a difference of "
+                f"{accuracy(mean_baseline(top))} alone with as many local passes"
+                f"{' and no noise' if under_dp_sgd(top) else ''}, a difference of "
                 f"{signed(top.difference.value)} (95 % interval {interval(top.difference.interval, signed)})."
             )
     if same:
@@ -280,9 +324,10 @@ def where(names: Sequence[str], all_names: Sequence[str]) -> str:
 
 def _departure_sentences(results: Sequence[Result]) -> list[str]:
     names = [run_name(result) for result in results]
+    models = [f"The models of {words}; none of them left its silo." for words in trained_alone(results)]
     silent = [run_name(result) for result in results if not any(client.releases for client in result.clients)]
     if len(silent) == len(results):
-        return ["Nothing left any silo."]
+        return ["Nothing left any silo.", *models]
     sentences = [f"Nothing left a silo in {listing(silent)}."] if silent else []
     runs: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -310,7 +355,12 @@ def _departure_sentences(results: Sequence[Result]) -> list[str]:
         at = "" if worst.delta is None else f" at δ = {delta(worst.delta)}"
         fake = " (simulated: the noise came from a seed)" if any(c.simulated for c in bounded) else ""
         largest = epsilon(worst.private_epsilon or 0.0)
-        sentences.append(f"What left with noise has a bound of at most ε {largest}{at}{fake}.")
+        covers = [r for r in results if any(c.private_epsilon is not None for c in r.clients)]
+        sentences.append(
+            f"What left a silo with noise has, taken together, a bound of at most ε {largest}{at}{fake}, for "
+            f"{whose(covers)}."
+        )
+    sentences += models
     if any(client.releases and client.epsilon is None for client in clients):
         exact = {d.kind for result in results for d in departures(result) if d.reasons}
         words = [kind_words(kind).lower() for kind in [*KINDS, *sorted(exact - set(KINDS))] if kind in exact]

@@ -5,10 +5,11 @@ It reads `Result` objects only, and must not write or know of attacks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from securefl.crypto.ckks_terms import COLLUSION
-from securefl.report import digest
+from securefl.report import claims, digest
 from securefl.report.digest import Departure, departures, run_name
 from securefl.report.figures import Flow, flow_picture
 from securefl.report.page import (
@@ -29,7 +30,7 @@ from securefl.report.page import (
     named,
     size,
 )
-from securefl.result import Result
+from securefl.result import ReleaseRow, Result
 
 
 def _claim_cell(departure: Departure) -> Cell:
@@ -57,6 +58,11 @@ def _reasons(results: Sequence[Result]) -> Items:
         for d in departures(r):
             found.setdefault(digest.kind_words(d.kind), {}).update(dict.fromkeys(d.reasons))
     return Items(terms=tuple((f"{kind}:", "; ".join(why)) for kind, why in found.items() if why))
+
+
+def _kind_cell(release: ReleaseRow) -> str:
+    kind = digest.kind_of(release)
+    return digest.kind_words(kind if kind == "notice" else release.kind)
 
 
 def _departure_row(departure: Departure, *first: Cell | str) -> tuple[Cell | str, ...]:
@@ -87,6 +93,77 @@ def _departures_table(results: Sequence[Result]) -> Table:
         numeric=frozenset({4, 5}),
         wrap=frozenset({1, 2, 6}),
     )
+
+
+def _training_tables(results: Sequence[Result]) -> list[Table]:
+    """What DP-SGD did in each run and what is claimed of it; runs with the same claim share a table."""
+    found: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
+    for r in results:
+        for c in r.clients:
+            if c.training is not None:
+                names = found.setdefault(repr(sorted(c.training.items())), ([], c.training))[0]
+                names += [] if run_name(r) in names else [run_name(r)]
+    tables = []
+    for names, claim in found.values():
+        badges = (Badge("simulated", "caution"),) if claim.get("simulated") else ()
+        rows = tuple(
+            (what, Cell(value, badges=badges if index == 0 else ()))
+            for index, (what, value) in enumerate(claims.training_facts(claim))
+        )
+        caption = f"Training by DP-SGD: {listing(names)}"
+        note = (
+            "Of each silo. It bounds the weights and all that is made of them, whether they left or not; "
+            "what else left is composed with it in the account."
+        )
+        tables.append(Table(caption, ("What", "Value"), rows, wrap=frozenset({1}), note=note))
+    return tables
+
+
+def _told(results: Sequence[Result]) -> list[Paragraph]:
+    """How exact the scores are that silos told the server."""
+    words = {
+        "gaussian-counts": "numbers of right answers with noise, and what was decided by them",
+        "independent": "not told: the notice at the end holds no score",
+        "none": "exact",
+    }
+    found: dict[str, list[str]] = {}
+    for r in results:
+        kinds = {str(x.claim.get("mechanism")) for c in r.clients for x in c.releases if x.kind == "metrics"}
+        for kind in words:
+            if kind in kinds:
+                found.setdefault(kind, []).append(run_name(r))
+    if not set(found) - {"none"}:
+        return []
+    many = len(results) > 1
+    parts = [f"{words[kind]}{f' in {listing(names)}' if many else ''}" for kind, names in found.items()]
+    return [Paragraph(f"What silos told the server of their scores was {'; '.join(parts)}.", head="Scores.")]
+
+
+def _totals(results: Sequence[Result]) -> list[Block]:
+    """What the epsilons in the account are composed of, and for whom they hold."""
+    terms = []
+    for r in results:
+        scope = "; ".join(claims.scopes(r))
+        sums = dict.fromkeys(words for c in r.clients if (words := claims.composed(c)))
+        terms += [(f"{run_name(r)}, for {scope}:", f"{words}.") for words in sums]
+    if not terms:
+        return []
+    return [
+        Paragraph("", head="What a silo's ε is composed of, and for whom it holds"),
+        Items(terms=tuple(terms)),
+    ]
+
+
+def _unbounded(results: Sequence[Result]) -> list[Note]:
+    exact = [run_name(r) for r in results if claims.unbounded_weights(r)]
+    if not exact:
+        return []
+    where = "" if len(results) == 1 else f" in {digest.where(exact, [run_name(r) for r in results])}"
+    text = (
+        f"Weights left{where} {claims.NO_NOISE}. Whoever holds them can test whether a text was among the "
+        "training rows. Masks and encryption hide which silo a row is in, not what the sum tells about it."
+    )
+    return [Note("Weights without a bound.", text, "caution")]
 
 
 def _account_table(result: Result) -> Table:
@@ -122,9 +199,10 @@ def _releases_table(result: Result) -> Table:
             )
             if "epsilon" in claim:
                 badges = (Badge("simulated", "caution"),) if claim.get("simulated") else ()
-                bound = Cell(f"ε {epsilon(float(claim['epsilon']))}", badges=badges)
+                how = claims.MECHANISMS.get(str(claim.get("mechanism")), "")
+                bound = Cell(f"ε {epsilon(float(claim['epsilon']))}", how, badges)
             rows.append((
-                named(c.name), str(release.round), digest.kind_words(release.kind),
+                named(c.name), str(release.round), _kind_cell(release),
                 _readers_cell(
                     digest.parties(release.recipients, c.name, silos),
                     digest.parties(release.readable_by, c.name, silos),
@@ -210,6 +288,10 @@ def outflow_section(results: Sequence[Result]) -> Section:
     reasons = _reasons(results)
     if reasons.terms:
         blocks += [Paragraph("", head="Why there is no finite epsilon"), reasons]
+    blocks += _unbounded(results)
+    blocks += _training_tables(results)
+    blocks += _totals(results)
+    blocks += _told(results)
     if any(client.simulated for r in results for client in r.clients):
         text = (
             "It came from a seed so that the run can be repeated. The bounds describe the mechanism; in this "

@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from securefl.report import digest
+from securefl.report import claims, digest
 from securefl.report.chapters import (
     accuracy_section,
     client_row,
@@ -59,10 +59,18 @@ WORDS = (
      "that the sum alone becomes known."),
     ("Encrypted sum (CKKS)", "The server adds weights that it cannot read; the silos, who share one key, "
      "open the sum."),
-    ("Epsilon (ε) and delta (δ)", "How much one row (or a silo's whole data, where it says so) can change "
-     "what is seen, at most: near 0 almost nothing, "
+    ("Epsilon (ε) and delta (δ)", "How much one row (or one unit with all its rows, or a silo's whole data, "
+     "where it says so) can change what is seen, at most: near 0 almost nothing, "
      "above 10 little is promised. δ is the small probability that the bound fails. They bound every attack, "
      "known or not. “No finite epsilon” means that something left without such a bound."),
+    ("Unit", "Whose data a bound hides: a row, or a person with all rows of theirs, named by a column."),
+    ("There or not; exchanged for another", "What a bound compares (its adjacency): the data with and "
+     "without one unit (add-remove), or with another unit in its place (replace-one). The second asks for more."),
+    ("DP-SGD", "Training in steps on a random sample of the units, each one's influence cut to a clip, and "
+     "noise added to what they add up to: the weights then tell little of any one unit."),
+    ("Clip", "The most that one unit may add (an L2 norm); what would add more is scaled down to it."),
+    ("Noise multiplier", "The noise's standard deviation, divided by the clip: more hides better and costs "
+     "accuracy."),
     ("Simulated", "The noise came from a fixed seed so that the run can be repeated. Whoever has the seed "
      "can take the noise off: the numbers hold for the mechanism, and protect nobody here."),
     ("Pooled and token vectors", "What a model makes of a text as a whole, and of each word at its place "
@@ -89,7 +97,8 @@ def _tiles(results: Sequence[Result]) -> Tiles:
         Tile(
             "Mean accuracy" if one else "Best mean accuracy",
             accuracy(means[best]),
-            f"alone {accuracy(bases[best])}" + ("" if one else f"; {run_name(results[best])}"),
+            f"alone{', no noise,' if claims.under_dp_sgd(results[best]) else ''} {accuracy(bases[best])}"
+            + ("" if one else f"; {run_name(results[best])}"),
         ),
         Tile("Silos", str(len(silo_names(results))), f"{max(r.test_rows for r in results):,} test texts"),
         Tile("Left the silos", size(left), "in one run" if one else f"in {count(len(results), 'run')}"),
@@ -158,10 +167,19 @@ def _caveats(results: Sequence[Result]) -> Items:
         f"{smallest:,} test texts: an accuracy near one half is known to about ±{half:.3f}, and a smaller "
         "difference between two runs may be chance."
     )
-    items.append(
-        "A privacy bound covers what left under it. Outside it are the number of rows that travels with a "
-        "model, which labels exist, timing, and settings chosen by looking at results."
+    private = [run_name(r) for r in results if claims.under_dp_sgd(r)]
+    counts = (
+        "" if all(map(claims.tells_no_rows, results)) else "the number of rows that travels with a model, "
     )
+    items.append(
+        f"A privacy bound covers what left under it. Outside it are {counts}which labels exist, timing, and "
+        "settings chosen by looking at results."
+    )
+    if private:
+        items.append(
+            "This report is outside it too: a simulation sees all rows, and tells their numbers and what "
+            "each silo's model reaches alone without noise."
+        )
     if any(c.simulated for r in results for c in r.clients):
         items.append(
             "Noise from a seed protects nobody; a real client uses the operating system's generator."
@@ -267,21 +285,37 @@ def plain_table(title: str, columns: Sequence[tuple[str, bool]], rows: Iterable[
 def accuracy_table(results: Sequence[Result]) -> RichTable:
     """Test accuracy: a row a run, a column a silo (lowest and highest where there are more than six)."""
     silos, others = silo_names(results), references(results)
-    wide = len(silos) <= 6
+    wide, dropped = len(silos) <= 6, False
     heads = [clean(silo, 12) for silo in silos] if wide else ["lowest", "highest"]
     rows = []
     for r in results:
         found = [None if (c := client_row(r, silo)) is None else c.test_accuracy for silo in silos]
         known = [value for value in found if value is not None]
         changes = [r.difference, *(r.against.get(name) for name in others)]
-        shown = found if wide else [min(known), max(known)]
-        mean = accuracy(digest.mean_accuracy(r))
-        rows.append([clean(r.name or r.method, 26), *map(accuracy, shown), mean, *map(_change, changes)])
+        shown = list(map(accuracy, found if wide else [min(known), max(known)]))
+        late = [digest.dropped_in(r, silo) is not None and client_row(r, silo) is not None for silo in silos]
+        if wide:
+            shown = [text + " †" * gone for text, gone in zip(shown, late, strict=True)]
+        dropped = dropped or any(late)
+        mean = accuracy(digest.mean_accuracy(r)) + " †" * (any(late) and not wide)
+        rows.append([clean(r.name or r.method, 26), *shown, mean, *map(_change, changes)])
     columns = [("run", False), *((head, True) for head in heads), ("mean", True), ("against alone", False)]
     columns += [(f"against {clean(name, 16)}", False) for name in others]
     table = plain_table("Test accuracy", columns, rows)
+    notes = []
     if any("~" in row[-1] or "~" in row[len(heads) + 2] for row in rows):
-        table.caption = Text("~: within noise, its 95 % interval over test rows holds 0")
+        notes.append("~: within noise, its 95 % interval over test rows holds 0")
+    if dropped:
+        notes.append("†: a silo dropped out of the last round; its model is of an earlier one")
+    if any(map(claims.under_dp_sgd, results)):
+        notes.append("alone: without noise, so the difference to it also holds what privacy costs")
+    return _captioned(table, notes)
+
+
+def _captioned(table: RichTable, notes: Sequence[str]) -> RichTable:
+    """Notes below a table, a line each."""
+    if notes:
+        table.caption = Text("\n".join(notes))
         table.caption_justify = "left"
     return table
 
@@ -327,10 +361,19 @@ def departures_table(results: Sequence[Result]) -> RichTable:
     ]  # fmt: skip
     table = plain_table("What left the silos", columns, rows)
     deltas = sorted({c.delta for r in results for c in r.clients if c.delta is not None})
+    notes = []
     if deltas:
-        table.caption = Text(
-            f"ε: the largest of a silo, for {digest.unit(results)}, at δ = "
+        covers = [r for r in results if any(c.delta is not None for c in r.clients)]
+        notes.append(
+            f"ε: the largest of a silo, of all its noised releases, for {digest.whose(covers)}, at δ = "
             f"{listing([delta(value) for value in deltas])}"
         )
-        table.caption_justify = "left"
-    return table
+    notes += [f"the models of {words}; none left" for words in digest.trained_alone(results)]
+    exact = [run_name(r) for r in results if claims.unbounded_weights(r)]
+    if exact:
+        where = "" if len(results) == 1 else f" in {digest.where(exact, [run_name(r) for r in results])}"
+        notes.append(
+            f"weights left{where} {claims.NO_NOISE}: whoever holds them, or their sum, can test whether a "
+            "text was among the training rows"
+        )
+    return _captioned(table, notes)
