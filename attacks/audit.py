@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from attacks import membership, tokens
+from attacks.audit_report import write_audit_report
 from attacks.bounds import proposition_1
 from attacks.figures import (
     MEMBERSHIP_RATIO,
@@ -115,8 +116,6 @@ def report_name(run_dir: Path, out: Path) -> str:
 
 
 def _write(result: Audit, run_dir: Path, out: Path) -> None:
-    from attacks.audit_report import write_audit_report  # matplotlib is slow to load
-
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

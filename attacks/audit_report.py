@@ -6,10 +6,9 @@ its interval, what guessing scores and what the claim allows. It must not run an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -19,11 +18,22 @@ from attacks.audit_figures import (
     is_membership,
     is_recall,
     membership_pictures,
+    metric_key,
     recall_picture,
     worst_first,
 )
-from attacks.findings import Audit, Finding, Verdict
-from securefl.report.digest import KINDS, parties
+from attacks.audit_words import (
+    MEANINGS,
+    WORDS,
+    answers,
+    claim_cell,
+    claimed_words,
+    metric_words,
+    not_attacked,
+    verdict_of,
+)
+from attacks.findings import Audit, Finding
+from securefl.report.digest import kind_of, kind_words, parties
 from securefl.report.page import (
     Badge,
     Block,
@@ -39,7 +49,6 @@ from securefl.report.page import (
     accuracy,
     clean,
     count,
-    delta,
     epsilon,
     interval,
     joined,
@@ -48,38 +57,10 @@ from securefl.report.page import (
 )
 from securefl.report.render import plain_table
 
-_VERDICTS: Mapping[str, Badge] = {
-    # Not green: that an attack finds nothing is no proof.
-    "none_shown": Badge("none shown"),
-    "leaks": Badge("leaks", "bad"),
-    "violates_claim": Badge("violates its claim", "bad"),
-}
-_METRICS = {"auc": "AUC"}
 _ADVERSARIES = {
     "peer": "another silo", "server": "the server", "outsider": "an outsider", "auditor": "the auditor",
 }  # fmt: skip
 _MOST_FINDINGS = 300
-
-WORDS = (
-    ("Baseline", "What an attacker scores who guesses without seeing what left."),
-    ("Cap", "The most that the claimed ε allows on this figure; none where a claim does not bound it."),
-    ("Attack 1, by likelihood ratio or by dot product", "Two ways to score whether a text is behind a "
-     "centroid: by how much likelier it makes it, or by how alike they are."),
-    ("Token F1, rare token recall", "F1 also counts what was written down wrongly. Rare tokens, such as "
-     "names, are those that no auxiliary text has."),
-    ("TPR at 1 percent FPR", "The share of members found while one other row in a hundred is taken for one."),
-    ("AUC", "How well members are told from others: 0.5 is a coin, 1.0 is always right."),
-    ("Token recall", "The share of the words of a group of texts that the attacker wrote down correctly."),
-    ("Singling out", "Telling whether one row is among those behind a release."),
-    ("Linkability", "Telling that two releases, or a release and a known record, concern the same row."),
-    ("Inference", "Deducing what a row says, or an attribute of it."),
-    ("Lower bound on ε", "What the attack itself proves was lost; above the claimed ε the claim is wrong."),
-)  # fmt: skip
-
-
-def metric_words(metric: str) -> str:
-    """`token_recall` as `token recall`."""
-    return _METRICS.get(metric.lower(), clean(metric, 40).replace("_", " "))
 
 
 @dataclass(frozen=True)
@@ -118,7 +99,12 @@ def _run_sentence(name: str, audit: Audit) -> str:
             f"In {name} the attack “{clean(worst.attack, 60)}” got further than the claim allows ({figure}): "
             "the claim is wrong."
         )
-    parts = [_leak_words(row.worst) for row in worst_rows([(name, audit)]) if row.worst.verdict == "leaks"]
+    leaks: dict[tuple[int, str], Finding] = {}  # one of the ways to score one attack says enough
+    for row in worst_rows([(name, audit)]):
+        found, key = row.worst, (row.worst.number, row.worst.metric)
+        if found.verdict == "leaks" and (key not in leaks or found.value > leaks[key].value):
+            leaks[key] = found
+    parts = [_leak_words(finding) for finding in leaks.values()]
     return f"In {name}, at worst, {joined(parts)}." if parts else ""
 
 
@@ -131,6 +117,8 @@ def _leak_words(finding: Finding) -> str:
     """A leak as part of a sentence for readers who do not know the metric."""
     who = f"{_ADVERSARIES.get(_role(finding), 'an attacker')} (attack {finding.number})"
     value, guess = f"{finding.value:.0%}", f"{finding.baseline:.0%}"
+    if finding.cap is not None:
+        guess += f", at most by the claim: {finding.cap:.0%}"
     if is_membership(finding):
         return f"{who} told a silo's row from a stranger's in {value} of pairs (guessing: {guess})"
     if is_recall(finding):
@@ -151,79 +139,51 @@ def audit_summary(audits: Audits) -> str:
             quiet.append(clean(name, 40))
     if quiet:
         sentences.append(f"In {listing(quiet)} no attack that was run beat guessing.")
+    if untouched := [clean(name, 40) for name, audit in audits if not audit.findings]:
+        sentences.append(f"In {listing(untouched)} nothing was attacked; why is said below.")
     return " ".join([*sentences, *dict.fromkeys(audit.warning for _, audit in audits)])
 
 
-def _verdict_cell(verdict: Verdict) -> Cell:
-    return Cell("", badges=(_VERDICTS[verdict],))
-
-
-def verdict_of(finding: Finding) -> Badge:
-    """The verdict of a figure, and whether a claim that bounds it held: a leak may be what was allowed."""
-    if finding.verdict == "leaks" and finding.cap is not None:
-        return Badge("leaks, claim held", "caution")
-    return _VERDICTS[finding.verdict]
-
-
-def not_attacked(audits: Audits) -> list[str]:
-    """Sentences on what left and was not attacked, which a reader must not take for safe."""
-    if not any(
-        entry.attack.startswith("membership in a trained model") for _, a in audits for entry in a.not_run
-    ):
-        return []
-    return [
-        "Weights were not attacked: this version attacks centroids only. Weights are the larger leak, so a "
-        "run without centroids is not a run without leaks."
-    ]
-
-
 def _verdict_table(audits: Audits) -> Table:
-    rows = tuple(
-        (
-            Cell(clean(name, 40), full=name), _verdict_cell(audit.verdicts.singling_out),
-            _verdict_cell(audit.verdicts.linkability), _verdict_cell(audit.verdicts.inference),
-            count(len(audit.findings), "finding"), count(len(audit.not_run), "attack"),
-        )
-        for name, audit in audits
-    )  # fmt: skip
+    rows: list[tuple[Cell | str, ...]] = []
+    for name, audit in audits:
+        given = (Cell("", badges=(badge,)) for _, badge in answers(audit))
+        judged = count(len(audit.findings), "finding"), count(len(audit.not_run), "attack")
+        rows.append((Cell(clean(name, 40), full=name), *given, *judged))
     heads = ("Run", "Singling out", "Linkability", "Inference", "Judged on", "Not run")
-    return Table("The three questions, each answered by its worst finding", heads, rows)
+    return Table("The three questions, each answered by its worst finding", heads, tuple(rows))
 
 
 def _bound_cell(finding: Finding) -> Cell:
     shown = "–" if finding.epsilon_lower_bound is None else epsilon(finding.epsilon_lower_bound)
-    claimed = (
-        "no finite ε claimed"
-        if finding.claim_epsilon is None
-        else f"claimed {epsilon(finding.claim_epsilon)}"
-    )
-    return Cell(shown, claimed)
+    game = "" if finding.adjacency is None else f" ({clean(finding.adjacency, 24)})"
+    return Cell(shown, f"{claimed_words([finding])}{game}")
 
 
-def _cap_cell(finding: Finding) -> Cell:
-    return Cell(
-        accuracy(finding.cap), "" if finding.cap is not None else clean(finding.cap_reason or "", 160)
-    )
+def _reference_cell(finding: Finding) -> Cell:
+    """What guessing scores, and below it the cap or why there is none."""
+    cap = f"cap {accuracy(finding.cap)}" if finding.cap is not None else "no cap"
+    why = clean(finding.cap_reason or "", 160) if finding.cap is None else ""
+    return Cell(accuracy(finding.baseline), f"{cap}: {why}" if why else cap)
 
 
 def _side_by_side(audits: Audits) -> Table:
     rows = []
     for row in worst_rows(audits):
         f = row.worst
-        spread = (
-            "" if row.findings == 1 else f"{accuracy(row.low)} to {accuracy(row.high)} over {row.findings}"
-        )
+        spread = f"; {accuracy(row.low)} to {accuracy(row.high)} over {row.findings}" * (row.findings > 1)
         rows.append((
             Cell(f"{clean(f.attack, 60)}: {metric_words(f.metric)}", f"attack {f.number}"),
-            Cell(row.run, f"{clean(f.silo, 30)}, round {f.round}"), Cell(accuracy(f.value), interval(f.ci)),
-            accuracy(f.baseline), accuracy(f.cap), spread, _bound_cell(f), Cell("", badges=(verdict_of(f),)),
+            Cell(row.run, f"{clean(f.silo, 30)}, round {f.round}{spread}"),
+            Cell(accuracy(f.value), interval(f.ci), (verdict_of(f),)),
+            accuracy(f.baseline), accuracy(f.cap), _bound_cell(f),
         ))  # fmt: skip
     return Table(
         "The worst finding of every attack, run beside run, with 95 % intervals",
-        ("Attack", "Run", "Value", "Baseline", "Cap", "All silos and rounds", "ε at least", "Verdict"),
+        ("Attack", "Run; over all silos and rounds", "Value and verdict", "Baseline", "Cap", "ε at least"),
         tuple(rows),
-        numeric=frozenset({2, 3, 4}),
-        wrap=frozenset({1, 5}),
+        numeric=frozenset({3, 4}),
+        wrap=frozenset({1, 2, 5}),
         note="The worst of several figures is worse than a typical one; the interval is that of the one.",
     )
 
@@ -244,31 +204,18 @@ def _all_findings(name: str, audit: Audit) -> Fold:
     for f in chosen[:_MOST_FINDINGS]:
         knowing = joined([clean(fact, 100) for fact in f.knowledge[:8]]) or "nothing more"
         who = f"attack {f.number}, by {_role(f)}, knowing {knowing}"
-        adjacency = "" if f.adjacency is None else clean(f.adjacency, 24)
         rows.append((
             Cell(clean(f.attack, 60), who), Cell(clean(f.silo, 32), f"round {f.round}"),
-            Cell(clean(f.target, 60), _details(f)), metric_words(f.metric),
-            Cell(accuracy(f.value), interval(f.ci)), accuracy(f.baseline), _cap_cell(f),
-            Cell(f"{f.trials:,}", adjacency), _bound_cell(f), Cell("", badges=(verdict_of(f),)),
+            Cell(metric_words(f.metric), f"{clean(f.target, 60)}: {_details(f)}"),
+            Cell(accuracy(f.value), f"{interval(f.ci)}, {f.trials:,} trials", (verdict_of(f),)),
+            _reference_cell(f), _bound_cell(f),
         ))  # fmt: skip
     left = len(chosen) - len(rows)
     table = Table(
         f"Every finding: {clean(name, 40)}",
-        (
-            "Attack",
-            "Where",
-            "Target",
-            "Metric",
-            "Value",
-            "Baseline",
-            "Cap",
-            "Trials",
-            "ε at least",
-            "Verdict",
-        ),
+        ("Attack", "Where", "Figure and target", "Value and verdict", "Baseline and cap", "ε at least"),
         tuple(rows),
-        numeric=frozenset({4, 5, 7}),
-        wrap=frozenset({0, 2, 6}),
+        wrap=frozenset({0, 2, 3, 4, 5}),
         note=f"{left} more are in audit.json." if left else "",
     )
     return Fold(f"Every finding: {clean(name, 40)} ({len(chosen)})", (table,))
@@ -300,38 +247,30 @@ def _bounds_table(audits: Audits) -> Table:
     )
 
 
-def _claim_words(claim: Mapping[str, Any]) -> Cell:
-    if "epsilon" not in claim:
-        return Cell("", clean(str(claim.get("reason", "")), 200), (Badge("no finite epsilon", "bad"),))
-    at = f"at δ = {delta(float(claim['delta']))}" if "delta" in claim else ""
-    badges = (Badge("simulated", "caution"),) if claim.get("simulated") else ()
-    return Cell(f"ε {epsilon(float(claim['epsilon']))}", at, badges)
-
-
 def _inventory(name: str, audit: Audit) -> Fold:
     silos = sorted({release.silo for release in audit.releases})
     rows = []
     for r in audit.releases:
         sizes = [f"{size:.0f}" if float(size).is_integer() else f"{size:.1f}" for size in r.rows_per_centroid]
         more = f" and {len(sizes) - 24} more" if len(sizes) > 24 else ""
+        kind = kind_of(r.kind, r.claim)
         rows.append((
             Cell(clean(r.silo, 32), full=r.silo), str(r.round),
-            Cell(KINDS.get(r.kind, clean(r.kind, 40)), clean(r.file, 80)),
-            parties(r.readable_by, r.silo, silos),
-            ", ".join(sizes[:24]) + more or "–", Cell(clean(r.encoder, 13), full=r.encoder),
-            Cell(clean(r.sha256, 13), full=r.sha256), _claim_words(r.claim),
+            Cell(kind_words(kind), clean(r.file, 80)), claim_cell(r.claim),
+            parties(r.readable_by, r.silo, silos), ", ".join(sizes[:24]) + more or "–",
+            Cell(clean(r.encoder, 13), full=r.encoder), Cell(clean(r.sha256, 13), full=r.sha256),
         ))  # fmt: skip
     heads = (
         "Silo",
         "Round",
         "What",
+        "Claim alone",
         "Readable by",
         "Rows in each group",
         "Encoder",
         "SHA-256",
-        "Claim alone",
     )
-    table = Table(f"Releases: {clean(name, 40)}", heads, tuple(rows), frozenset({1}), frozenset({4, 7}))
+    table = Table(f"Releases: {clean(name, 40)}", heads, tuple(rows), frozenset({1}), frozenset({2, 3, 5}))
     return Fold(f"Audited releases: {clean(name, 40)} ({len(rows)})", (table,))
 
 
@@ -377,13 +316,12 @@ def write_audit_report(audit: Audit, path: Path) -> None:
     name = clean(audit.method, 40)
     audits = [(name, audit)]
     leaks = sum(finding.verdict != "none_shown" for finding in audit.findings)
-    claimed = [f.claim_epsilon for f in audit.findings if f.claim_epsilon is not None]
     bounds = [f.epsilon_lower_bound for f in audit.findings if f.epsilon_lower_bound is not None]
     tiles = Tiles((
         Tile("Releases audited", str(len(audit.releases))),
         Tile("Findings that leak", f"{leaks} of {len(audit.findings)}", "", "bad" if leaks else "plain"),
         Tile("Largest ε shown", epsilon(max(bounds)) if bounds else "–",
-             f"claimed {epsilon(max(claimed))}" if claimed else "no finite ε claimed"),
+             claimed_words(audit.findings) if audit.findings else "nothing was attacked"),
         Tile("Attacks not run", str(len(audit.not_run))),
     ))  # fmt: skip
     opening = Section("Summary", (Paragraph(audit_summary(audits), lead=True), tiles))
@@ -417,9 +355,16 @@ def attack_table(audits: Sequence[tuple[str, Audit]]) -> RichTable:
             [shown, clean(row.run, 28), clean(f.silo, 12), claim, value, f"{f.baseline:.2f}", cap, verdict]
         )
     table = plain_table("What an attacker could read (worst silo and round)", columns, rows)
-    claim = (
-        "claim ε: of the one release attacked, not of the silo; guess: what the attacker scores without it."
-    )
-    table.caption = Text(" ".join([claim, *not_attacked(audits)]))
+    claimed = [f for _, audit in audits for f in audit.findings if f.claim_epsilon is not None]
+    notes = [
+        "claim ε: of the one release attacked, not of the silo; guess: what the attacker scores without it"
+    ]
+    if claimed:
+        notes.append(
+            "cap: of the attack's game, one row exchanged for another, to which a claim is converted"
+        )
+    metrics = {metric_key(f) for _, audit in audits for f in audit.findings}
+    notes += [meaning for metric, meaning in MEANINGS.items() if metric in metrics]
+    table.caption = Text("\n".join([*notes, *not_attacked(audits)]))
     table.caption_justify = "left"
     return table

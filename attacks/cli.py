@@ -36,7 +36,9 @@ def run(
 ) -> None:
     """Attack every recorded release of a run and write audit.json and an HTML report."""
     from attacks.audit import audit, report_name
-    from attacks.audit_report import attack_table, not_attacked
+    from attacks.audit_report import attack_table
+    from attacks.audit_words import answers, not_attacked
+    from securefl.report.page import count
 
     out = check_out(out) if out.resolve() != run_dir.resolve() else out
     with progress_bar(1.0) as move:
@@ -53,15 +55,10 @@ def run(
     else:
         if result.findings:
             OUT.print(attack_table([(result.method, result)]))
-        answers = result.verdicts
-        for question, answer in (
-            ("singling out", answers.singling_out),
-            ("linkability", answers.linkability),
-            ("inference", answers.inference),
-        ):
-            word = answer.replace("_", " ") if result.findings else "not tested"
-            OUT.print(f"{question}: {word}", highlight=False)
-        OUT.print(f"{len(result.not_run)} attacks were not run; the report says why.", highlight=False)
+        for question, answer in answers(result):
+            OUT.print(f"{question}: {answer.text}", highlight=False)
+        left = count(len(result.not_run), "attack was", "attacks were")
+        OUT.print(f"{left} not run; the report says why.", highlight=False)
         untouched = [] if result.findings else not_attacked([(result.method, result)])
         for sentence in (*untouched, result.warning):
             OUT.print(sentence, highlight=False)

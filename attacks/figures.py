@@ -42,7 +42,7 @@ FPR = 0.01
 MIN_TRIALS = 8
 _NO_CLAIM = "no differential privacy is claimed, so nothing is bounded"
 _TOKENS_UNBOUNDED = (
-    "(epsilon, delta) bounds what one row changes; most recovered tokens are shared by many rows"
+    "(epsilon, delta) bounds what one unit changes; most recovered tokens are shared by many rows"
 )
 
 
@@ -129,8 +129,9 @@ def membership_figures(
             "simulated": claim.simulated,
         }
         if scores.encoder_alone[1] > 0.5:
-            # The round's model was trained on these rows and no claim covers it: what it shows by itself is
-            # composed with the claim (mu adds in squares) before the claim is called broken.
+            # The round's model was trained on these rows and this claim does not cover it, whether it has one
+            # of its own or not: what it shows by itself is composed with the claim (mu adds in squares)
+            # before the claim is called broken.
             mu = float(np.hypot(mu, mu_of_auc(scores.encoder_alone[2])))
             details["encoder_in_cap"] = True
     private = isinstance(claim, GaussianSums)

@@ -85,7 +85,10 @@ class NotRun(_Row):
 
 
 class Audit(_Row):
-    """The whole of audit.json. `schema_` is written as `schema`."""
+    """The whole of audit.json. `schema_` is written as `schema`.
+
+    weights_claimed: all weights that left, and all opened sums of them, did so under a claim.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -98,6 +101,7 @@ class Audit(_Row):
     bounds: list[Bound]
     verdicts: Verdicts
     not_run: list[NotRun]
+    weights_claimed: bool = False
     warning: str = (
         "An attack that finds nothing proves nothing: these attacks are a lower bound on what can be read."
     )

@@ -12,9 +12,11 @@ from attacks.bounds import ALPHA
 from attacks.figures import MEMBERSHIP_RATIO, TOKEN_RECOVERY, Figure
 from attacks.findings import Audit, AuditedRelease, Bound, NotRun, Verdict, Verdicts
 from attacks.runs import CENTROIDS, Recorded, Run
-from securefl.release import PayloadKind
+from securefl.release import GaussianSums, PayloadKind
+from securefl.report.claims import unbounded_weights
 from securefl.result import versions
 
+_NOISED = GaussianSums.model_fields["mechanism"].default
 LIBRARIES = ("securefl", "torch", "transformers", "scikit-learn", "scipy", "numpy")
 _SEVERITY: tuple[Verdict, ...] = ("none_shown", "leaks", "violates_claim")
 
@@ -49,12 +51,18 @@ def attacks_left(run: Run, recorded: tuple[Recorded, ...], book: Book) -> None:
         book.not_run.append(NotRun(attack=TOKEN_RECOVERY, why=why))
     if run.result.sums:
         kinds.add(PayloadKind.SUM.value)
+    if kinds & set(CENTROIDS):
+        noised = any(one.row.claim.get("mechanism") == _NOISED for one in recorded)
+        why = "no centroid was released with noise, so there is no mechanism to audit"
+        if noised:
+            why = "it needs releases of its own: `securefl-audit mechanism` audits the noise on the sums"
+        book.not_run.append(NotRun(attack="mechanism audit (3)", why=why))
     book.not_run += [NotRun(attack=name, why=later) for name in _later(kinds)]
 
 
 def _later(kinds: set[str]) -> Iterator[str]:
     if kinds & set(CENTROIDS):
-        yield from ("mechanism audit (3)", "one-run audit with canaries (4)", "attribute probe (13)")
+        yield from ("one-run audit with canaries (4)", "attribute probe (13)")
         yield "membership over several rounds (6)"
     if PayloadKind.CENTROIDS.value in kinds:
         yield from ("bag-of-words probe (5)", "search of a text pool (8)", "embedding inversion (9, 10)")
@@ -100,5 +108,6 @@ def judge(run: Run, inventory: list[AuditedRelease], book: Book) -> Audit:
         bounds=book.bounds,
         verdicts=Verdicts(**{question: worst(found) for question, found in answers.items()}),
         not_run=book.not_run,
+        weights_claimed=not unbounded_weights(run.result),
         versions=versions(LIBRARIES),
     )

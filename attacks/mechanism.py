@@ -25,7 +25,7 @@ from attacks.bounds import (
     gaussian_epsilon_lower_bound,
     gaussian_mu_lower_bound,
 )
-from securefl.centroid_privacy import CentroidMechanism, release_noisy_sums
+from securefl.centroid_privacy import CentroidMechanism, centroid_mu, release_noisy_sums
 from securefl.errors import SecureflError, UsageError
 from securefl.privacy import LocalResult, Noise, gaussian_epsilon
 from securefl.release import Adjacency
@@ -161,7 +161,8 @@ def audit_mechanism(
     )
     scores = _scores(mechanism, trials, noise, rng, noising, progress or (lambda *_: None))
     by_epsilon, by_mu = _held_out(scores, delta, rng)
-    claim_mu = (1 if adjacency == "add-remove" else 2) / noise_multiplier
+    # Counts and predictions that nobody sees: their noise has no end.
+    claim_mu = centroid_mu(noise_multiplier, math.inf, math.inf, adjacency)
     found = gaussian_mu_lower_bound(by_mu)
     return MechanismAudit(
         claim_epsilon=gaussian_epsilon(claim_mu, delta),

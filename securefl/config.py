@@ -111,7 +111,7 @@ class Data(_Section):
         None,
         pattern=UNIT,
         description="Column that says whose rows belong together (`patient_id`): privacy is then each of "
-        "theirs, all rows at once, and they stay in one silo. Unset: a row.",
+        "theirs in a silo, all rows at once; a split but by column leaves them in one. Unset: a row.",
     )
     per_unit: int = Field(
         16, ge=1, le=4096, description="Rows of one unit that DP-SGD trains on in a step, at most."
@@ -252,7 +252,9 @@ class DpSgdPrivacy(_Section):
         "`hooks` and `ghost`; `auto`: the first where it knows every trained layer, else hooks.",
     )
     precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Of forward and backward passes; sums and noise are float32."
+        "float32",
+        description="Of forward and backward passes; sums and noise are float32. "
+        "`bfloat16` pads every text to `max_length`.",
     )
     accountant: Literal["prv"] = Field(
         "prv", description="Calibrates the noise; checked against dp-accounting's PLD."

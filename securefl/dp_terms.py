@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from securefl.accountants import Sampled, accountants, calibrate, checked_epsilon
 from securefl.config import Config
 from securefl.errors import ConfigError
+from securefl.gaussian import SystemStream
 from securefl.privacy import Noise
 from securefl.release import DpSgd
 
@@ -46,7 +47,7 @@ class Mechanism:
             per_unit=self.per_unit,
             accountants=accountants(),
             unit=self.unit,
-            generator=f"aes-256-ctr keyed by {noise.name}",
+            generator=f"aes-256-ctr keyed by {noise.name}" if noise.simulated else SystemStream.name,
             simulated=noise.simulated,
         )
 

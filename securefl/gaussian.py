@@ -14,16 +14,43 @@ where a single exact release is at stake; here every number is the sum of many, 
 from __future__ import annotations
 
 import math
+import secrets
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from securefl.crypto.masks import CHUNK, Keystream, in_parts
+from securefl.crypto.masks import CHUNK, SEED_BYTES, Keystream, in_parts
 from securefl.errors import WrongShape
 
 _CHUNK = CHUNK  # numbers at a time: few enough for the cache, and for torch to stay on one thread
 _PAIR_BYTES = 12  # 8 for u and 4 for v, which give two numbers
+
+
+class Stream(Protocol):
+    """Random numbers for one training: `numpy.random.Generator` is one, for simulations and tests."""
+
+    def random(self, size: int, /) -> NDArray[np.float64]:
+        """(size,) uniform in [0, 1)."""
+
+    def bytes(self, length: int, /) -> bytes:
+        """Random bytes, for a key."""
+
+
+class SystemStream:
+    """A `Stream` whose every call has a key of its own, 256 bits from the operating system."""
+
+    name = "aes-256-ctr, keys of 256 bits from the OS"
+
+    def random(self, size: int, /) -> NDArray[np.float64]:
+        bits = np.zeros(size, np.uint64)
+        Keystream(secrets.token_bytes(SEED_BYTES)).fill(np.zeros(8 * size, np.uint8), bits.view(np.uint8))
+        return np.asarray((bits >> np.uint64(11)) * 2.0**-53)
+
+    def bytes(self, length: int, /) -> bytes:
+        return secrets.token_bytes(length)
 
 
 def add_gaussian(values: Tensor, deviation: float, key: bytes, threads: int = 2) -> None:
@@ -49,7 +76,7 @@ def add_gaussian(values: Tensor, deviation: float, key: bytes, threads: int = 2)
     in_parts(values.numel(), threads, work)
 
 
-def _normal(stream: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> Tensor:
+def _normal(stream: NDArray[np.uint8]) -> Tensor:
     """_CHUNK standard normal numbers of as many bytes as they take."""
     half = _CHUNK // 2
     first = torch.from_numpy(stream[: 8 * half].view("<i8")).bitwise_and(2**63 - 1)

@@ -27,7 +27,7 @@ from securefl.errors import PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
 from securefl.ledger import LedgerSummary, ReleaseEntry, verify_ledger
 from securefl.ledger_copies import verify_copy
-from securefl.outlook import centroid_outlook
+from securefl.outlook import centroid_outlook, private_outlook
 from securefl.policy import Policy
 from securefl.receipt import RECEIPT
 from securefl.recording import SUMS, readers, release_name, sum_name
@@ -123,6 +123,7 @@ def _toml(path: Path) -> Document:
         "what": "configuration",
         **_collusion(config.protection.models == "ckks"),
         **({"parameters": sets.security} if config.protection.models == "ckks" else {}),
+        **({"account": outlook} if (outlook := private_outlook(config)) else {}),
         **({"centroids": centroid_outlook(config)} if config.federation.method == "fedkc" else {}),
         **config.model_dump(mode="json", exclude_none=True),
     }

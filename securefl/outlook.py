@@ -1,4 +1,4 @@
-"""What a configuration's centroid releases will claim, and what they will be worth, before anything is run.
+"""What a configuration's private releases will claim, and what they will be worth, before anything is run.
 
 Reads a configuration and at most a model's config.json; loads no weights, asks no hub and looks at no rows.
 """
@@ -10,9 +10,39 @@ from typing import Any
 
 from securefl.centroid_privacy import calibrate_centroids, useful_size
 from securefl.config import Config
+from securefl.dp_terms import training_mechanism
 from securefl.errors import ModelError
 from securefl.privacy import gaussian_epsilon
 from securefl.release import ROW
+from securefl.simulated_policy import exact_kinds, planned_account
+
+
+def private_outlook(config: Config) -> dict[str, Any]:
+    """What the private releases of a silo will add up to in the whole run, and the noise of its trainings.
+
+    Empty where nothing is private. Raises ConfigError or BudgetExceeded where the budget has no meaning.
+    """
+    account = planned_account(config)
+    training = training_mechanism(config, config.slm.epochs)
+    if account.private_epsilon is None and training is None:
+        return {}
+    found: dict[str, Any] = {
+        "epsilon": account.private_epsilon,
+        "delta": account.delta,
+        "unit": config.data.unit_name,
+    }
+    if training is not None:
+        found["dp_sgd"] = {
+            "noise_multiplier": training.noise_multiplier,
+            "clip": training.clip,
+            "sample_rate": training.sample_rate,
+            "steps_in_round_1": training.steps,
+        }
+    if config.federation.method != "standalone":
+        exact = [kind.value for kind in exact_kinds(config)]
+        if exact:
+            found["note"] = f"besides, these leave without a claim, so no total is finite: {', '.join(exact)}"
+    return found
 
 
 def centroid_outlook(config: Config) -> dict[str, Any]:

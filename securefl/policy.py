@@ -103,7 +103,7 @@ class Policy(BaseModel):
     nonprivate: tuple[PayloadKind, ...] = Field(
         (),
         description="Of these, the kinds that may leave without differential privacy; model and metrics "
-        "do, unless `privacy.models` has the silos add noise to their sum.",
+        "do, unless `privacy.dp_sgd` or `privacy.models` is set.",
     )
     model_protections: tuple[Literal["sealed", "masked", "ckks"], ...] = Field(
         (),

@@ -146,7 +146,7 @@ def noise_source(seed: int | None) -> Noise:
         def fresh() -> np.random.Generator:
             return np.random.Generator(np.random.Philox(np.random.SeedSequence(secrets.randbits(256))))
 
-        return Noise(fresh, "philox4x64, 256 bits from the OS", False)
+        return Noise(fresh, "philox4x64, 128-bit key from the OS", False)
     generator = np.random.Generator(np.random.Philox(seed))
     return Noise(lambda: generator, "philox4x64 from a seed", True, seed)
 

@@ -26,24 +26,13 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
 
     server, peers: fingerprints of their cards; base: SHA-256 of the checkpoint.
     """
-    method = config.federation.method
-    kinds: list[PayloadKind] = []
-    if method != "standalone":
-        kinds += [PayloadKind.MODEL, PayloadKind.METRICS]
-    exact = {PayloadKind.MODEL: weighs_rows(config), PayloadKind.METRICS: figures(config) == "exact"}
-    nonprivate = [kind for kind in kinds if exact[kind]]
-    if method == "fedkc" and config.fedkc.source == "peers":
-        layered = config.fedkc.compose == "embeddings"
-        kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
-        if not config.privacy.centroids.noised:
-            nonprivate.append(kinds[-1])
     return Policy(
         name=name,
         simulation=True,
         servers=(server,),
         peers=tuple(peers),
-        kinds=tuple(kinds),
-        nonprivate=tuple(nonprivate),
+        kinds=tuple(released_kinds(config)),
+        nonprivate=tuple(exact_kinds(config)),
         model_protections=(config.protection.models or "sealed",),
         min_cohort=len(peers) + 1 if config.sums_models else None,
         centroid_protections=("peer",),
@@ -63,6 +52,26 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
         base_models=(base,),
         allow_embedding_centroids=config.policy.allow_embedding_centroids,
     )
+
+
+def released_kinds(config: Config) -> list[PayloadKind]:
+    """What leaves a silo in a run."""
+    if config.federation.method == "standalone":
+        return []
+    kinds = [PayloadKind.MODEL, PayloadKind.METRICS]
+    if config.federation.method == "fedkc" and config.fedkc.source == "peers":
+        layered = config.fedkc.compose == "embeddings"
+        kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
+    return kinds
+
+
+def exact_kinds(config: Config) -> list[PayloadKind]:
+    """Of these, what leaves under no claim."""
+    claimed = {
+        PayloadKind.MODEL: not weighs_rows(config),
+        PayloadKind.METRICS: figures(config) != "exact",
+    }
+    return [kind for kind in released_kinds(config) if not claimed.get(kind, config.privacy.centroids.noised)]
 
 
 def _delta(config: Config) -> float:

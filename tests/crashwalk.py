@@ -89,7 +89,7 @@ def restarted(client: Client, folder: Path) -> tuple[Client, CountingNoise]:
         client,
         ledger=Ledger.open(folder / "ledger.jsonl", client.identity),
         state=StateFolder(folder / "state"),
-        noise=Noise(lambda: counter, "philox4x64, 256 bits from the OS", False),  # type: ignore[arg-type, return-value]
+        noise=Noise(lambda: counter, "philox4x64, 128-bit key from the OS", False),  # type: ignore[arg-type, return-value]
         ignored=type(client.ignored)(),
         refusals=type(client.refusals)(),
     )

@@ -395,7 +395,7 @@ def test_the_claim_says_all_of_it_and_travels() -> None:
         "bits": 32,
         "unit": "silo",
         "adjacency": "replace-one",
-        "generator": "aes-256-ctr keyed by philox4x64, 256 bits from the OS",
+        "generator": "aes-256-ctr keyed by philox4x64, 128-bit key from the OS",
         "simulated": False,
     }
     assert (made.noise_multiplier, made.sensitivity) == pytest.approx((1.0, 1.0), rel=1e-6)

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy.stats import kstest, kurtosis
 
 from securefl.errors import UsageError, WrongShape
-from securefl.gaussian import add_gaussian
+from securefl.gaussian import SystemStream, add_gaussian
 
 N = 1 << 20
 
@@ -80,3 +80,13 @@ def test_what_is_no_row_is_refused() -> None:
             add_gaussian(values, 1.0, bytes(32))
     with pytest.raises(UsageError):
         add_gaussian(torch.zeros(3), 1.0, bytes(16))
+
+
+def test_the_systems_stream_is_uniform_and_never_the_same() -> None:
+    stream = SystemStream()
+    one, two = stream.random(100_000), stream.random(100_000)
+    assert kstest(one, "uniform").pvalue > 1e-7
+    assert 0 <= one.min() <= one.max() < 1
+    assert abs(np.corrcoef(one, two)[0, 1]) < 6 / math.sqrt(100_000)
+    assert stream.bytes(32) != stream.bytes(32)
+    assert stream.random(0).shape == (0,)

@@ -47,7 +47,7 @@ def whose(claim: Claimed) -> str:
         column = clean(unit, 64)
         named = column.removesuffix("_id")
         who = f"one {named.replace('_', ' ')} ({column})" if named not in ("", column) else f"one {column}"
-        rows = ", all rows of it"
+        rows = " with all its rows"
     return f"{who}{rows}, {'exchanged for another' if exchanged else 'there or not'}"
 
 

@@ -7,7 +7,7 @@ it must not draw, write or know of attacks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,9 @@ def run_name(result: Result) -> str:
     return clean(result.name or result.method, 40)
 
 
-def kind_of(release: ReleaseRow) -> str:
+def kind_of(kind: str, claim: Mapping[str, Any]) -> str:
     """What a release is shown as. Where no figure is told, the message that ends a run holds none."""
-    if release.kind in _MASKING:
-        return "masking"
-    told = release.kind != "metrics" or release.claim.get("mechanism") != "independent"
-    return release.kind if told else "notice"
+    return "notice" if kind == "metrics" and claim.get("mechanism") == "independent" else kind
 
 
 def kind_words(kind: str) -> str:
@@ -256,7 +253,8 @@ def departures(result: Result, clients: Sequence[ClientRow] | None = None) -> li
     found: dict[str, list[tuple[ClientRow, ReleaseRow]]] = {}
     for client in result.clients if clients is None else clients:
         for release in client.releases:
-            found.setdefault(kind_of(release), []).append((client, release))
+            kind = "masking" if release.kind in _MASKING else kind_of(release.kind, release.claim)
+            found.setdefault(kind, []).append((client, release))
     order = [*KINDS, *sorted(set(found) - set(KINDS))]
     return [_departure(kind, found[kind], silos) for kind in order if kind in found]
 

@@ -30,7 +30,7 @@ from securefl.report.page import (
     named,
     size,
 )
-from securefl.result import ReleaseRow, Result
+from securefl.result import Result
 
 
 def _claim_cell(departure: Departure) -> Cell:
@@ -47,7 +47,7 @@ def _claim_cell(departure: Departure) -> Cell:
     if departure.reasons:
         badges.append(Badge(digest.NO_EPSILON, "bad"))
     if departure.independent:
-        text = "the same whatever the rows are"
+        text = "independent of the rows"
     return Cell(text, "; ".join(details), tuple(badges))
 
 
@@ -58,11 +58,6 @@ def _reasons(results: Sequence[Result]) -> Items:
         for d in departures(r):
             found.setdefault(digest.kind_words(d.kind), {}).update(dict.fromkeys(d.reasons))
     return Items(terms=tuple((f"{kind}:", "; ".join(why)) for kind, why in found.items() if why))
-
-
-def _kind_cell(release: ReleaseRow) -> str:
-    kind = digest.kind_of(release)
-    return digest.kind_words(kind if kind == "notice" else release.kind)
 
 
 def _departure_row(departure: Departure, *first: Cell | str) -> tuple[Cell | str, ...]:
@@ -122,9 +117,9 @@ def _training_tables(results: Sequence[Result]) -> list[Table]:
 def _told(results: Sequence[Result]) -> list[Paragraph]:
     """How exact the scores are that silos told the server."""
     words = {
-        "gaussian-counts": "numbers of right answers with noise, and what was decided by them",
-        "independent": "not told: the notice at the end holds no score",
-        "none": "exact",
+        "gaussian-counts": "the silos told the server numbers of right answers, with noise",
+        "independent": "no silo told a score",
+        "none": "the silos told exact scores",
     }
     found: dict[str, list[str]] = {}
     for r in results:
@@ -134,9 +129,8 @@ def _told(results: Sequence[Result]) -> list[Paragraph]:
                 found.setdefault(kind, []).append(run_name(r))
     if not set(found) - {"none"}:
         return []
-    many = len(results) > 1
-    parts = [f"{words[kind]}{f' in {listing(names)}' if many else ''}" for kind, names in found.items()]
-    return [Paragraph(f"What silos told the server of their scores was {'; '.join(parts)}.", head="Scores.")]
+    parts = [f"In {listing(names)} {words[kind]}." for kind, names in found.items()]
+    return [Paragraph(" ".join(parts), head="Scores.")]
 
 
 def _totals(results: Sequence[Result]) -> list[Block]:
@@ -202,7 +196,7 @@ def _releases_table(result: Result) -> Table:
                 how = claims.MECHANISMS.get(str(claim.get("mechanism")), "")
                 bound = Cell(f"ε {epsilon(float(claim['epsilon']))}", how, badges)
             rows.append((
-                named(c.name), str(release.round), _kind_cell(release),
+                named(c.name), str(release.round), digest.kind_words(digest.kind_of(release.kind, claim)),
                 _readers_cell(
                     digest.parties(release.recipients, c.name, silos),
                     digest.parties(release.readable_by, c.name, silos),

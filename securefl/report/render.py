@@ -65,7 +65,7 @@ WORDS = (
      "known or not. “No finite epsilon” means that something left without such a bound."),
     ("Unit", "Whose data a bound hides: a row, or a person with all rows of theirs, named by a column."),
     ("There or not; exchanged for another", "What a bound compares (its adjacency): the data with and "
-     "without one unit (add-remove), or with another unit in its place (replace-one). The second asks for more."),
+     "without one unit (add-remove), or with another unit in its place (replace-one)."),
     ("DP-SGD", "Training in steps on a random sample of the units, each one's influence cut to a clip, and "
      "noise added to what they add up to: the weights then tell little of any one unit."),
     ("Clip", "The most that one unit may add (an L2 norm); what would add more is scaled down to it."),
