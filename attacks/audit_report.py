@@ -266,7 +266,7 @@ def _inventory(name: str, audit: Audit) -> Fold:
         "What",
         "Claim alone",
         "Readable by",
-        "Rows in each group",
+        "Rows (or units) in each group",
         "Encoder",
         "SHA-256",
     )

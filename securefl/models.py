@@ -131,8 +131,8 @@ class Slm(nn.Module):
     def tokenize(self, texts: Sequence[str], *, full: bool = False) -> dict[str, Tensor]:
         """input_ids and attention_mask (B, S) int64, padded to the longest and cut at `max_length` tokens.
 
-        full: padded to `max_length`, so that a text's numbers do not depend on the others'. A text without any
-        token (an empty one, where the tokenizer adds none of its own) is one end-of-text.
+        full: padded to `max_length`, so that a text's numbers do not depend on the others'. A text without
+        any token (an empty one, where the tokenizer adds none of its own) is one end-of-text.
         """
         encoded = self._encode(texts, full)
         empty = encoded["attention_mask"].sum(1) == 0
