@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from securefl._builtin import in_test_part, load_builtin, normalise
 from securefl.config import parse_config
-from securefl.data import Corpus, Rows, dirichlet_split, load_corpus
-from securefl.errors import DataError
+from securefl.data import Corpus, Rows, dirichlet_split, load_corpus, load_silo
+from securefl.errors import ConfigError, DataError
 
 SECRET = "the patient said so"  # no message may hold a row's text
 
@@ -441,3 +441,87 @@ def test_movie_reviews(name: str, count: int, distinct: int) -> None:
     assert len(texts) == len(set(texts)) == distinct
     assert found.labels == ("0", "1")
     assert "movie_reviews" not in sys.modules
+
+
+# --- units of privacy
+
+
+def _silo(folder: Path, lines: list[str], **data: Any) -> tuple[Rows, Rows]:
+    """Training and validation rows of a silo's own file."""
+    path = folder / "silo.csv"
+    path.write_text("\n".join(["text,label,patient", *lines]) + "\n", encoding="utf-8")
+    document = {
+        "federation": {"method": "fedavg"},
+        "data": {"train": str(path), "labels": ["a", "b"], **data},
+    }
+    return load_silo(parse_config(document))[1:]
+
+
+@pytest.mark.parametrize("unit", [None, "patient"])
+def test_a_unit_that_comes_or_goes_moves_no_other(tmp_path: Path, unit: str | None) -> None:
+    """A claim about a unit holds for the silo only if its training rows are the others' and its own."""
+    more = {} if unit is None else {"unit": unit}
+    lines = [f"text {i},{'ab'[i % 2]},p{i // 3}" for i in range(60)]
+    whole = [set(part.texts) for part in _silo(tmp_path, lines, **more)]
+    size = 1 if unit is None else 3
+    assert all(len(part) > size for part in whole), "more than one unit on each side"
+    for start in range(0, 60, size):
+        gone = {f"text {i}" for i in range(start, start + size)}
+        left = [line for line in lines if line.split(",")[0] not in gone]
+        assert [set(part.texts) for part in _silo(tmp_path, left, **more)] == [part - gone for part in whole]
+
+
+def test_rows_of_a_unit_stay_together(tmp_path: Path) -> None:
+    lines = [f"text {i},{'ab'[i % 2]},p{i % 9}" for i in range(54)]
+    train, held = _silo(tmp_path, lines, unit="patient")
+    assert not set(train.units) & set(held.units)
+    assert sorted([*train.texts, *held.texts]) == sorted(f"text {i}" for i in range(54))
+    assert {len(group) for group in train.by_unit()} == {6}
+    for group in train.by_unit():
+        assert len({train.units[row] for row in group}) == 1
+
+
+def test_two_units_are_one_each_and_one_is_an_error(tmp_path: Path) -> None:
+    for names in (("p1", "p2"), ("x", "y"), ("aa", "bb")):
+        train, held = _silo(tmp_path, [f"t{i},a,{names[i % 2]}" for i in range(6)], unit="patient")
+        assert len(set(train.units)) == len(set(held.units)) == 1
+    with pytest.raises(DataError, match='rows of one "patient" only'):
+        _silo(tmp_path, ["one,a,p1", "two,b,p1"], unit="patient")
+
+
+@pytest.mark.parametrize(
+    ("privacy", "allowed"),
+    [
+        ({}, True),
+        ({"dp_sgd": {"epsilon": 3.0}}, False),
+        ({"metrics": {"epsilon": 1.0}}, False),
+        ({"centroids": {"epsilon": 1.0}}, False),
+        ({"centroids": {"min_size": 3}}, True),
+    ],
+)
+def test_a_draw_of_rows_is_refused_under_a_claim(
+    tmp_path: Path, privacy: dict[str, Any], allowed: bool
+) -> None:
+    """Which rows are drawn depends on all of them."""
+    path = tmp_path / "silo.csv"
+    path.write_text("text,label\n" + "".join(f"t{i},{'ab'[i % 2]}\n" for i in range(20)), encoding="utf-8")
+    config = parse_config(
+        {
+            "federation": {"method": "fedkc"},
+            "data": {"train": str(path), "labels": ["a", "b"], "train_rows": 10},
+            "privacy": privacy,
+        }
+    )
+    if allowed:
+        assert sum(map(len, load_silo(config)[1:])) == 10
+    else:
+        with pytest.raises(ConfigError, match="train_rows"):
+            load_silo(config)
+
+
+def test_a_unit_column_must_be_there_and_be_its_own(tmp_path: Path) -> None:
+    for unit, says in (("nobody", "nobody"), ("text", "data.unit"), ("label", "data.unit")):
+        with pytest.raises(DataError, match=says):
+            _silo(tmp_path, ["one,a,p1", "two,b,p2"], unit=unit)
+    with pytest.raises(DataError, match="empty"):
+        _silo(tmp_path, ["one,a,p1", "two,b,"], unit="patient")

@@ -24,7 +24,7 @@ from securefl.methods.fedkc import cluster, compose
 from securefl.models import Slm, base_fingerprint
 from securefl.privacy import LocalResult, Noise, noise_source
 from securefl.recording import RunFolder, ledger_facts
-from securefl.release import Release, encode_release, fingerprint
+from securefl.release import ROW, Adjacency, Release, encode_release, fingerprint
 from securefl.result import ClientRow, Result, RoundRow, ServerRow
 from securefl.training import embed, probabilities
 
@@ -35,7 +35,7 @@ RUN = "0123456789abcdef" * 2
 class Recipe:
     """layer: "pooled" or "embeddings". noise: None for exact means. random_groups: no k-means.
 
-    info: overrides of the release's public facts. fault "no noise": the claim of a mechanism, and exact sums.
+    per_unit: rows of one unit of privacy, in turn. info: overrides of the release's public facts. fault "no noise": the claim of a mechanism, and exact sums.
     spoil: what a silo does to a release before it leaves, unknown to its ledger's kind and claim.
     """
 
@@ -47,6 +47,8 @@ class Recipe:
     min_size: int = 2
     silos: tuple[str, ...] = ("silo-1", "silo-2")
     method: str = "fedkc"
+    adjacency: Adjacency = "add-remove"
+    per_unit: int = 1
     seed: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
@@ -110,10 +112,12 @@ def _release(slm: Slm, rows: Rows, recipe: Recipe, seed: int) -> tuple[Any, list
         assignment = nearest_seed(pooled, public_seeds(slm, recipe.clusters)[1])
         clip = recipe.clip or float(np.median(np.linalg.norm(vectors.reshape(len(vectors), -1), axis=1)))
         terms = CentroidPrivacy(noise_multiplier=recipe.noise, min_size=recipe.min_size)
-        mechanism = calibrate_centroids(terms, clip, 1)
+        unit = ROW if recipe.per_unit == 1 else "patient_id"
+        mechanism = calibrate_centroids(terms, clip, 1, unit=unit, adjacency=recipe.adjacency)
+        units = () if unit == ROW else tuple(f"p{i // recipe.per_unit}" for i in range(len(rows)))
         local = LocalResult({"vectors": vectors, "predictions": predictions}, len(rows))
         source = silence() if recipe.fault == "no noise" else noise_source(seed)
-        release, kept = release_noisy_sums(local, assignment, recipe.clusters, mechanism, source, info)
+        release, kept = release_noisy_sums(local, assignment, recipe.clusters, mechanism, source, info, units)
         return release, [[rows.ids[i] for i in np.flatnonzero(assignment == s)] for s in kept]
     if recipe.random_groups:
         assignment = np.random.default_rng(seed).permutation(len(rows)) % recipe.clusters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from attacks import cli
 from attacks.audit import audit
+from attacks.audit_words import claimed_words
 from attacks.bounds import auc_cap
 from attacks.figures import Figure
 from attacks.findings import Audit
@@ -23,9 +26,10 @@ from attacks.runs import Run
 from securefl.console import run_app
 from securefl.errors import ModelError, PayloadError, ProtocolError, SecureflError, UsageError
 from securefl.models import Slm, load_slm
-from securefl.release import NonPrivate, Release, encode_release
+from securefl.release import Adjacency, NonPrivate, Release, encode_release
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
+from tests.attacks.test_audit_report import printed
 
 LENGTH = 12
 ROWS = tiny.make_texts(260, seed=1, length=9)
@@ -101,12 +105,45 @@ def test_a_private_release_has_its_cap_and_stays_below_it(slm: Slm, tmp_path: Pa
         assert (f.adjacency, f.details["claim_adjacency"]) == ("replace-one", "add-remove")
 
 
+@pytest.mark.parametrize(("adjacency", "per_unit"), [("replace-one", 1), ("add-remove", 2)])
+def test_a_claim_by_unit_or_replace_one_is_compared_in_the_attacks_game(
+    slm: Slm, tmp_path: Path, adjacency: Adjacency, per_unit: int
+) -> None:
+    """The cap by hand from what the claim says of its noise. Under replace-one the claim is about the game
+    itself, so its own epsilon is that of the game; under add-remove the game allows more.
+    """
+    found = audit(made(tmp_path, slm, Recipe(noise=1.0, adjacency=adjacency, per_unit=per_unit)))
+    unit = "row" if per_unit == 1 else "patient_id"
+    claims = [release.claim for release in found.releases]
+    assert {(claim["unit"], claim["adjacency"]) for claim in claims} == {(unit, adjacency)}
+    figures = [f for f in found.findings if f.metric == "auc"]
+    assert {f.silo for f in figures} == {"silo-1", "silo-2"}
+    z, counts, votes = (claims[0][f"{name}_multiplier"] for name in ("noise", "count", "prediction"))
+    mu = math.sqrt(max(4 / z**2, 2 / z**2 + 2 / counts**2) + 2 / votes**2)
+    for f in figures:
+        assert f.details["claim_auc_cap"] == pytest.approx(norm.cdf(mu / math.sqrt(2)), abs=1e-9)
+        assert f.cap is not None
+        assert f.cap >= f.details["claim_auc_cap"] - 1e-9
+        assert (f.details["claim_unit"], f.adjacency) == (unit, "replace-one")
+        game = f.details["claim_epsilon_replace_one"]
+        if adjacency == "replace-one":
+            assert game == pytest.approx(f.claim_epsilon, rel=1e-6)
+            assert claimed_words([f]) == f"claimed {game:.2f}"
+        else:
+            assert game > f.claim_epsilon
+            assert claimed_words([f]) == f"claimed {f.claim_epsilon:.2f}, which is {game:.2f} here"
+    why = {entry.attack: entry.why for entry in found.not_run}
+    assert "securefl-audit mechanism" in why["mechanism audit (3)"]
+    text = printed([("run", found)])
+    assert f"for {'one row, exchanged' if per_unit == 1 else 'one patient (patient_id) with all'}" in text
+
+
 def test_noise_on_the_embedding_layer_leaves_the_prior(slm: Slm, tmp_path: Path) -> None:
     found = audit(made(tmp_path, slm, Recipe(layer="embeddings", noise=2.0)))
     recalls = [f for f in found.findings if f.metric == "token_recall"]
     assert recalls
     assert all(f.value == f.baseline and f.verdict == "none_shown" for f in recalls)
-    assert "bounds what one row changes" in str(recalls[0].cap_reason)
+    assert "bounds what one unit changes" in str(recalls[0].cap_reason)
 
 
 def test_a_run_without_releases_says_so(slm: Slm, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from attacks.audit_figures import worst_first
 from attacks.audit_report import attack_table, audit_sections, audit_summary, worst_rows, write_audit_report
-from attacks.findings import Audit
+from attacks.audit_words import WORDS, answers, claim_cell, not_attacked
+from attacks.findings import Audit, NotRun
 from securefl.report import page
 from securefl.report.render import write_comparison_report
 from tests.samples import make_audit, make_audits, make_finding, make_results
@@ -77,6 +78,72 @@ def test_a_violated_claim_leads_the_summary() -> None:
     text = audit_summary([("run", audit)])
     assert "got further than the claim allows (AUC 0.950, cap 0.842): the claim is wrong." in text
     assert text.endswith(audit.warning)
+
+
+def test_one_attack_scored_in_two_ways_is_told_once_with_what_its_claim_allows() -> None:
+    both = [
+        make_finding(attack=f"membership, {how}", value=value, cap=0.842, cap_reason=None)
+        for how, value in (("likelihood ratio", 0.71), ("dot product", 0.62))
+    ]
+    text = audit_summary([("run", make_audit(noise=True).model_copy(update={"findings": both}))])
+    assert text.count("told a silo's row") == 1
+    assert "in 71% of pairs (guessing: 50%, at most by the claim: 84%)" in text
+
+
+def test_what_no_finding_bears_on_is_not_tested(tmp_path: Path) -> None:
+    """Attack 1 says nothing of content, and no attack says nothing of anything."""
+    assert [badge.text for _, badge in answers(make_audit())] == ["leaks", "none shown", "not tested"]
+    quiet = make_audit().model_copy(update={"findings": []})
+    assert {badge.text for _, badge in answers(quiet)} == {"not tested"}
+    write_audit_report(quiet, tmp_path / "audit.html")
+    text = check(tmp_path / "audit.html").text
+    assert text.count("not tested") == 3
+    assert "none shown" not in text
+    assert "In fedkc nothing was attacked" in text
+
+
+def test_weights_that_were_not_attacked_are_told_by_their_claim() -> None:
+    entry = NotRun(attack="membership in a trained model (12)", why="not in this version")
+    exact = make_audit().model_copy(update={"not_run": [entry]})
+    claimed = exact.model_copy(update={"weights_claimed": True})
+    assert not_attacked([("a", make_audit())]) == []
+    (sentence,) = not_attacked([("a", exact)])
+    assert sentence.endswith(
+        "Weights are the larger leak, so a run without centroids is not a run without leaks."
+    )
+    (sentence,) = not_attacked([("a", claimed)])
+    assert "larger leak" not in sentence
+    assert "left under a claim" in sentence
+    (sentence,) = not_attacked([("a", claimed), ("b", exact)])
+    assert "Weights that left under no claim, in b, are the larger leak" in sentence
+
+
+def test_claims_of_the_inventory_in_words() -> None:
+    training = {
+        "mechanism": "dp-sgd", "epsilon": 5.881, "delta": 1e-3, "unit": "patient_id",
+        "adjacency": "add-remove", "simulated": True,
+    }  # fmt: skip
+    cell = claim_cell(training)
+    assert (cell.text, [badge.text for badge in cell.badges]) == ("ε 5.88", ["simulated"])
+    assert (
+        cell.detail
+        == "at δ = 0.001, training by DP-SGD, for one patient (patient_id) with all its rows, there or not"
+    )
+    counts = {"mechanism": "gaussian-counts", "epsilon": 1.0, "delta": 1e-3, "adjacency": "replace-one"}
+    assert claim_cell(counts).detail == "at δ = 0.001, noised scores, for one row, exchanged for another"
+    nothing = claim_cell({"mechanism": "independent", "reason": "no figure"})
+    assert (nothing.text, nothing.badges) == ("independent of the rows", ())
+    exact = claim_cell({"mechanism": "none", "reason": "exact"})
+    assert [badge.text for badge in exact.badges] == ["no finite epsilon"]
+
+
+def test_every_metric_in_the_terminal_is_explained_below_it() -> None:
+    found = [make_finding(metric=m) for m in ("auc", "tpr_at_1_percent_fpr", "token_f1", "rare_token_recall")]
+    text = printed([("run", make_audit().model_copy(update={"findings": found}))])
+    for meaning in ("AUC: share of pairs", "TPR at 1 % FPR: share of", "token F1: ", "rare token recall: "):
+        assert re.search(f"^{meaning}", text, re.MULTILINE)
+    assert "token recall: share of the words" not in text
+    assert {"AUC", "TPR at 1 % FPR", "Token F1, rare token recall"} <= {word for word, _ in WORDS}
 
 
 def test_none_shown_is_never_coloured_as_success(tmp_path: Path) -> None:

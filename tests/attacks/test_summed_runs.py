@@ -1,4 +1,4 @@
-"""The audit of runs whose models were only ever summed: it finds what the centroids were made with."""
+"""The audit of runs whose models were only ever summed, and of those trained by DP-SGD."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from attacks.audit import audit
+from attacks.audit_words import not_attacked
 from securefl.data import load_corpus
 from securefl.simulation import Simulation
 from tests.federation import tiny_config
+from tests.test_report import check
 
 
 @pytest.mark.parametrize("protection", ["masked", "ckks"])
@@ -24,3 +26,38 @@ def test_centroids_of_a_summed_run_are_attacked(
     assert {one.kind for one in found.releases} == {"centroids", "metrics"}, "nobody read a model"
     assert any(one.attack.startswith("membership") for one in found.findings)
     assert "subtraction from an aggregate (7)" in {one.attack for one in found.not_run}
+    assert not found.weights_claimed
+    assert "larger leak" in not_attacked([("run", found)])[0]
+
+
+@pytest.mark.parametrize("protection", ["masked", "sealed"])
+def test_a_run_by_dp_sgd_is_audited_with_its_row_counts_hidden(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, protection: str
+) -> None:
+    """Its weights are under a claim, so nobody is told that they are the larger leak; the centroids are
+    attacked as ever, and the report names every claim.
+    """
+    config = tiny_config(
+        tiny_encoder,
+        tiny_data,
+        federation={"method": "fedkc"},
+        protection={"models": protection},
+        privacy={
+            "dp_sgd": {"epsilon": 6.0, "delta": 1e-3, "sample_rate": 0.25},
+            "centroids": {"epsilon": 4.0, "delta": 1e-3, "min_size": 1},
+            "metrics": {"epsilon": 1.0, "delta": 1e-3},
+        },
+    )
+    result = Simulation(config, load_corpus(config), tmp_path / "run").run()
+    assert all(one.rows is None for one in result.sums)
+    found = audit(tmp_path / "run", tmp_path / "out")
+    claims = {release.kind: release.claim["mechanism"] for release in found.releases}
+    models = {"model": "dp-sgd"} if protection == "sealed" else {}
+    assert claims == {**models, "centroids": "gaussian-sums", "metrics": "gaussian-counts"}
+    assert any(one.attack.startswith("membership") and one.cap is not None for one in found.findings)
+    assert found.weights_claimed
+    text = check(tmp_path / "out" / "report.html").text
+    assert "larger leak" not in text
+    assert "They left under a claim" in text
+    assert ("training by DP-SGD, for one row, there or not" in text) == (protection == "sealed")
+    assert "noised scores, for one row, there or not" in text
