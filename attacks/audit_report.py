@@ -33,6 +33,8 @@ from attacks.audit_words import (
     verdict_of,
 )
 from attacks.findings import Audit, Finding
+from attacks.runs import CENTROIDS
+from securefl.report.claims import whose
 from securefl.report.digest import kind_of, kind_words, parties
 from securefl.report.page import (
     Badge,
@@ -355,15 +357,24 @@ def attack_table(audits: Sequence[tuple[str, Audit]]) -> RichTable:
             [shown, clean(row.run, 28), clean(f.silo, 12), claim, value, f"{f.baseline:.2f}", cap, verdict]
         )
     table = plain_table("What an attacker could read (worst silo and round)", columns, rows)
-    claimed = [f for _, audit in audits for f in audit.findings if f.claim_epsilon is not None]
+    findings = [f for _, audit in audits for f in audit.findings]
+    attacked = {(f.silo, f.round) for f in findings if f.claim_epsilon is not None}
+    scopes = dict.fromkeys(
+        whose(r.claim)
+        for _, audit in audits
+        for r in audit.releases
+        if r.kind in CENTROIDS and (r.silo, r.round) in attacked and "epsilon" in r.claim
+    )
+    whom = f", for {'; or '.join(scopes)}" if scopes else ""
     notes = [
-        "claim ε: of the one release attacked, not of the silo; guess: what the attacker scores without it"
+        f"claim ε: of the one release attacked, not of the silo{whom}",
+        "guess: what the attacker scores without it",
     ]
-    if claimed:
+    if any(f.cap is not None for f in findings):
         notes.append(
             "cap: of the attack's game, one row exchanged for another, to which a claim is converted"
         )
-    metrics = {metric_key(f) for _, audit in audits for f in audit.findings}
+    metrics = {metric_key(f) for f in findings}
     notes += [meaning for metric, meaning in MEANINGS.items() if metric in metrics]
     table.caption = Text("\n".join([*notes, *not_attacked(audits)]))
     table.caption_justify = "left"

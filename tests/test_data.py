@@ -460,7 +460,7 @@ def _silo(folder: Path, lines: list[str], **data: Any) -> tuple[Rows, Rows]:
 @pytest.mark.parametrize("unit", [None, "patient"])
 def test_a_unit_that_comes_or_goes_moves_no_other(tmp_path: Path, unit: str | None) -> None:
     """A claim about a unit holds for the silo only if its training rows are the others' and its own."""
-    more = {} if unit is None else {"unit": unit}
+    more = {"validation": 0.4, **({} if unit is None else {"unit": unit})}
     lines = [f"text {i},{'ab'[i % 2]},p{i // 3}" for i in range(60)]
     whole = [set(part.texts) for part in _silo(tmp_path, lines, **more)]
     size = 1 if unit is None else 3

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from securefl.crypto.ckks_terms import COLLUSION
-from securefl.report import digest, page
+from securefl.report import claims, digest, page
 from securefl.report.render import (
     accuracy_table,
     departures_table,
@@ -25,9 +25,39 @@ from securefl.report.render import (
     write_comparison_report,
     write_run_report,
 )
-from securefl.result import Difference, Result, SumRow
-from tests.samples import EXACT, SILOS, make_result, make_results
+from securefl.result import ClientRow, Difference, Result, SumRow
+from tests.samples import EXACT, SILOS, make_result, make_results, noised
 
+TRAINING: dict[str, Any] = {
+    "mechanism": "dp-sgd",
+    "epsilon": 7.992,
+    "delta": 2e-4,
+    "noise_multiplier": 0.58239,
+    "sample_rate": 0.0625,
+    "steps": 64,
+    "clip": 1.25,
+    "sampling": "poisson",
+    "per_unit": 3,
+    "accountants": "prv (opacus 1.6.0), checked by pld (dp-accounting 0.6.0)",
+    "unit": "row",
+    "adjacency": "add-remove",
+    "generator": "aes-256-ctr keyed by the operating system",
+    "simulated": False,
+}
+COUNTS = {
+    "mechanism": "gaussian-counts",
+    "epsilon": 1.0,
+    "delta": 2e-4,
+    "mu": 0.3,
+    "noise_multiplier": 3.3,
+    "unit": "row",
+    "adjacency": "add-remove",
+    "generator": "numpy.PCG64(seed)",
+    "simulated": True,
+}
+NOTICE = {"mechanism": "independent", "reason": "that the last model arrived, and no figure"}
+SILO_NOISE = {"mechanism": "distributed-discrete-gaussian", "epsilon": 3.0, "delta": 1e-5, "unit": "silo",
+              "adjacency": "replace-one"}  # fmt: skip
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&[red]bold[/red]"
 OVERRIDE = "safe\u202egnp.exe\x1b[31m\x00\ud800"
@@ -228,6 +258,7 @@ def hostile_result() -> Result:
         )
 
     document = poison(make_results()[-1].model_dump(by_alias=True))
+    document["clients"][0]["training"] = poison({**TRAINING, "unit": "patient_id", "epsilon": 7.99})
     document["clients"][1]["name"] = "שלום 😀 漢字 $x^2$ \\frac{1}{2} _leading"
     return Result.model_validate(document)
 
@@ -488,3 +519,198 @@ def test_encrypted_sums_state_the_limit_of_their_key(tmp_path: Path) -> None:
 def _page(result: Result, folder: Path) -> str:
     write_run_report(result, folder / "page.html")
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html.unescape((folder / "page.html").read_text())))
+
+
+# --- differential privacy in training
+
+
+def private_result(
+    method: str = "fedkc", metrics: dict[str, Any] = COUNTS, name: str = "private", **scope: Any
+) -> Result:
+    """A run in which weights left under DP-SGD, centroids with noise and scores under `metrics`."""
+    training = {**TRAINING, **scope}
+    by_kind: dict[str, dict[str, Any]] = {
+        "model": training,
+        "centroids": {**noised(), **scope},
+        "metrics": {**metrics, **(scope if metrics is COUNTS else {})},
+    }
+    result = make_result(name, method)
+
+    def private(client: ClientRow) -> ClientRow:
+        releases = [r.model_copy(update={"claim": by_kind[r.kind]}) for r in client.releases]
+        total = {"epsilon": 9.41, "private_epsilon": 9.41, "delta": 2e-4} if releases else {}
+        return client.model_copy(
+            update={**total, "releases": releases, "training": training, "no_finite_epsilon": []}
+        )
+
+    return result.model_copy(
+        update={"clients": [private(client) for client in result.clients], "method": method}
+    )
+
+
+def test_every_term_of_dp_sgd_is_on_the_page(tmp_path: Path) -> None:
+    text = _page(private_result(unit="patient_id"), tmp_path)
+    table = text.split("Training by DP-SGD: private")[1].split("Of each silo.")[0]
+    for fact in (
+        "ε 7.99 at δ = 2e-4",
+        "one patient (patient_id) with all its rows, there or not (add-remove)",
+        "at most 3",
+        "poisson: each patient_id takes part in a step with probability 0.0625; 64 steps",
+        "L2 norm 1.25",
+        "0.5824: standard deviation over clip",
+        "aes-256-ctr keyed by the operating system",
+        "prv (opacus 1.6.0), checked by pld (dp-accounting 0.6.0)",
+    ):
+        assert fact in table
+    assert "simulated" not in table, "noise of the operating system is none"
+    for word, _ in (("DP-SGD", ""), ("Clip", ""), ("Noise multiplier", ""), ("Unit", "")):
+        assert word in text.split("Words used here")[2]
+    rows = _page(private_result(), tmp_path)
+    assert "Rows of one" not in rows
+    assert "Holds for one row, there or not (add-remove)" in rows.replace("  ", " ")
+
+
+def test_the_silos_total_says_what_it_holds_and_for_whom(tmp_path: Path) -> None:
+    text = _page(private_result(), tmp_path)
+    assert (
+        "3 trainings by DP-SGD, 3 releases of noised scores and 2 releases of noised group averages, "
+        "composed by their privacy loss distributions." in text
+    )
+    assert "private, for one row, there or not:" in text
+    assert "ε 9.41 at δ = 2e-4" in text
+    assert "for one row, there or not." in digest.summary([private_result()])[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ""),
+        ([EXACT, NOTICE], ""),
+        ([EXACT, noised()], "1 release of noised group averages"),
+        ([noised(), COUNTS], "as one Gaussian mechanism, without a loss"),
+        ([TRAINING, TRAINING], "2 trainings by DP-SGD, composed by their privacy loss distributions"),
+        ([noised(), SILO_NOISE], "as zero-concentrated DP"),
+        ([TRAINING, SILO_NOISE], "each at half of δ, and added"),
+    ],
+)
+def test_composition_in_words(given: list[dict[str, Any]], words: str) -> None:
+    """As `account` composes: Gaussian ones exactly, with zCDP as zCDP, trainings by loss distributions."""
+    client = make_result().clients[0]
+    first = client.releases[0]
+    releases = [first.model_copy(update={"claim": claim}) for claim in given]
+    said = claims.composed(client.model_copy(update={"releases": releases}))
+    assert said.endswith(words)
+    assert bool(said) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("scope", "words"),
+    [
+        ({}, "one row, there or not"),
+        ({"adjacency": "replace-one"}, "one row, exchanged for another"),
+        ({"unit": "patient_id"}, "one patient (patient_id) with all its rows, there or not"),
+        ({"unit": "ward"}, "one ward with all its rows, there or not"),
+        (
+            {"unit": "case_file_id", "adjacency": "replace-one"},
+            "one case file (case_file_id) with all its rows, exchanged for another",
+        ),
+    ],
+)
+def test_the_terminal_names_the_unit_and_adjacency_of_the_claims(scope: dict[str, str], words: str) -> None:
+    text = " ".join(printed(departures_table([private_result(**scope)])).split())
+    assert f"of all its noised releases, for {words}, at δ = 2e-4" in text
+    assert "trained without noise and under no claim" not in text
+
+
+def test_runs_with_different_units_are_told_apart() -> None:
+    both = [private_result(name="rows"), private_result(name="patients", unit="patient_id")]
+    text = " ".join(printed(departures_table(both)).split())
+    assert "for one row, there or not (rows); one patient (patient_id) with all its rows, there or" in text
+    assert digest.whose(both).endswith("there or not (patients)")
+
+
+def test_claims_on_whole_silos_cover_the_units_they_are_composed_with() -> None:
+    result = private_result()
+    client = result.clients[0]
+    noisy = client.releases[0].model_copy(update={"claim": SILO_NOISE})
+    alone = client.model_copy(update={"releases": [noisy], "training": None})
+    assert claims.scopes(result.model_copy(update={"clients": [alone]})) == ["a silo's whole data"]
+    mixed = alone.model_copy(update={"releases": [noisy, client.releases[2]]})
+    assert claims.scopes(result.model_copy(update={"clients": [mixed]})) == ["one row, there or not"]
+
+
+def test_weights_under_no_claim_have_a_warning_and_others_none(tmp_path: Path) -> None:
+    fedavg = make_result("fedavg", "fedavg", shared=None, noise=False)
+    warning = "Weights without a bound."
+    assert warning in _page(fedavg, tmp_path)
+    assert "under no claim" in " ".join(printed(departures_table([fedavg])).split())
+    assert warning not in _page(private_result(), tmp_path)
+    summed = private_result().model_copy(update={"sums": _sums().sums})
+    assert warning in _page(summed, tmp_path), "a sum under no claim tells of rows too"
+    write_comparison_report([fedavg, private_result()], tmp_path / "both.html")
+    assert "Weights left in fedavg trained without noise" in check(tmp_path / "both.html").text
+
+
+def test_scores_are_noised_exact_or_none(tmp_path: Path) -> None:
+    text = _page(private_result(), tmp_path)
+    assert "In private the silos told the server numbers of right answers, with noise." in text
+    assert re.search(
+        "Scores +the server +12 .*ε 9.41 simulated", printed(departures_table([private_result()]))
+    )
+    quiet = private_result(metrics=NOTICE)
+    text = _page(quiet, tmp_path)
+    assert "In private no silo told a score." in text
+    assert "Notices without a score" in text
+    assert "could read scores" not in digest.summary([quiet])[1]
+    assert re.search("notices, no score +the server +12 .*of no row", printed(departures_table([quiet])))
+    assert "told exact scores" not in _page(make_result(), tmp_path), "said only beside another way"
+
+
+def test_alone_is_without_noise_where_training_is_private(tmp_path: Path) -> None:
+    """The mean of the samples' baselines is .6995; of their accuracies under DP-SGD .752."""
+    first = digest.summary([private_result()])[0]
+    assert "A silo that trains alone, without noise, reaches a mean accuracy of 0.700." in first
+    assert "alone with as many local passes and no noise" in first
+    text = _page(private_result(), tmp_path)
+    assert "also holds what privacy costs" in text
+    assert "nothing exchanged, no noise" in text
+    assert "alone: without noise" in printed(accuracy_table([private_result()]))
+    for plain in (_page(make_result(), tmp_path), printed(accuracy_table([make_result()]))):
+        assert "what privacy costs" not in plain
+
+
+def test_models_that_never_left_still_have_a_bound(tmp_path: Path) -> None:
+    alone = private_result("standalone")
+    assert not any(client.releases for client in alone.clients)
+    first, second, _ = digest.summary([alone])
+    assert "without noise, reaches a mean accuracy of 0.700. Alone and by DP-SGD, in private, it" in first
+    assert second == (
+        "Nothing left any silo. The models of private have ε 7.99 at δ = 2e-4 for one row, there or not; none "
+        "of them left its silo."
+    )
+    text = " ".join(printed(departures_table([alone])).split())
+    assert "the models of private have ε 7.99 at δ = 2e-4 for one row, there or not; none left" in text
+    assert "Training by DP-SGD: private" in _page(alone, tmp_path)
+
+
+def test_a_silo_that_dropped_out_is_marked_beside_its_accuracy(tmp_path: Path) -> None:
+    result = make_results()[-1]
+    assert result.rounds[-1].dropped == ["silo-3"]
+    text = printed(accuracy_table([result]))
+    accuracies = [f"{client.test_accuracy:.3f}" for client in result.clients]
+    row = next(line for line in text.splitlines() if "crosslm" in line).split()
+    assert row[1:6] == [*accuracies[:3], "†", accuracies[3]]
+    assert "†: a silo dropped out of the last round" in text
+    assert _page(result, tmp_path).count("dropped out in round 3") == 1
+    earlier = result.model_copy(update={"rounds": result.rounds[:2]})
+    assert "†" not in printed(accuracy_table([earlier]))
+    many = [result.clients[0].model_copy(update={"name": f"silo-{i}"}) for i in range(3, 20)]
+    text = printed(accuracy_table([result.model_copy(update={"clients": many})]))
+    assert "†" in text
+
+
+def test_no_number_of_rows_travels_with_private_weights(tmp_path: Path) -> None:
+    assert "the number of rows that travels" in _page(make_result(), tmp_path)
+    text = _page(private_result(), tmp_path)
+    assert "the number of rows that travels" not in text
+    assert "This report is outside it too" in text

@@ -35,7 +35,8 @@ RUN = "0123456789abcdef" * 2
 class Recipe:
     """layer: "pooled" or "embeddings". noise: None for exact means. random_groups: no k-means.
 
-    per_unit: rows of one unit of privacy, in turn. info: overrides of the release's public facts. fault "no noise": the claim of a mechanism, and exact sums.
+    per_unit: rows of one unit of privacy, in turn.
+    info: overrides of the release's public facts. fault "no noise": the claim of a mechanism, and exact sums.
     spoil: what a silo does to a release before it leaves, unknown to its ledger's kind and claim.
     """
 
