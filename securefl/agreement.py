@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Literal
 
-from securefl.config import AVERAGING, CLIENT_PLACES, Config, ModelPrivacy
+from securefl.config import AVERAGING, CLIENT_PLACES, Config
 from securefl.crypto.ckks_terms import DEFAULT, POST_QUANTUM, Terms, chunk_name
 from securefl.crypto.fixed_point import FixedPoint
 from securefl.crypto.graph import threshold
@@ -18,6 +18,7 @@ from securefl.crypto.masking_messages import RoundTerms, VectorSpec
 from securefl.distributed_noise import ModelMechanism, calibrate_models
 from securefl.errors import ConfigError, PolicyRefusal, UsageError, WrongShape
 from securefl.messages import MASKING_STEPS, FedKcTerms, NoiseTerms, Party, RoundPlan, Step, SumTerms
+from securefl.privacy_terms import ModelPrivacy
 from securefl.release import NonPrivate, PayloadKind, Tensors, canonical_json
 
 MOST_SILOS = 256  # recipients of one envelope

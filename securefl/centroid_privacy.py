@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.config import CentroidPrivacy
 from securefl.errors import ConfigError, SecureflError
 from securefl.privacy import LocalResult, Noise, gaussian_epsilon, gaussian_mu, unit_weights
+from securefl.privacy_terms import CentroidPrivacy
 from securefl.release import ROW, Adjacency, GaussianSums, NonPrivate, PayloadKind, Release
 
 # How the budget mu^2 of one centroid release is spent. The sums have the most coordinates to hide and get

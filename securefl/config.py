@@ -11,18 +11,26 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from securefl.errors import ConfigError, NotAvailable, UsageError
 from securefl.files import read_limited
 from securefl.messages import NAME, RUN, Step
+from securefl.privacy_terms import (
+    EPSILONS,
+    MOST_ROWS,
+    CentroidPrivacy,
+    DpSgdPrivacy,
+    MetricPrivacy,
+    ModelPrivacy,
+    Privacy,
+    Section,
+)
 from securefl.release import ROW, UNIT
 
 METHODS = ("standalone", "fedavg", "fedprox", "fedkc", "crosslm", "datafree-kd")
 AVERAGING = ("fedavg", "fedprox", "fedkc")
-EPSILONS = (0.001, 1000)  # outside, an epsilon is a typing error or says nothing
-_ROWS = 10**9  # more than any file that fits in memory has
 _MAX_FILE = 2**20  # bytes
 _MAX_WHERE = 100  # characters of a field's name that a message repeats
 PLACE = r"^[^\x00]+$"  # what can be a path
@@ -30,19 +38,14 @@ _Gamma = Annotated[float, Field(ge=0, le=1e4)]
 PERMIT_EMBEDDINGS = "the tokens of these rows can be read back from what is shared"
 
 
-class _Section(BaseModel):
-    # Strict: "2", true and 2.0 are no integers. An integer still serves as a float, and a list as a tuple.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Drop(_Section):
+class Drop(Section):
     """A silo that does not answer from `step` on, to the end of the round."""
 
     round: int | None = Field(None, ge=1, le=10_000)
     step: Step = Field(strict=False)
 
 
-class Federation(_Section):
+class Federation(Section):
     method: Literal["standalone", "fedavg", "fedprox", "fedkc", "crosslm", "datafree-kd"] = Field(
         description="How the silos learn from each other."
     )
@@ -63,24 +66,24 @@ class Federation(_Section):
     )
 
 
-class DirichletSplit(_Section):
+class DirichletSplit(Section):
     by: Literal["dirichlet"] = "dirichlet"
     silos: int = Field(4, ge=2, le=256, description="How many silos.")
     alpha: float = Field(0.3, ge=1e-6, le=1e6, description="Concentration: small means skewed labels.")
     min_rows: int = Field(
-        16, ge=2, le=_ROWS, description="Every silo gets at least this many rows, or it is an error."
+        16, ge=2, le=MOST_ROWS, description="Every silo gets at least this many rows, or it is an error."
     )
 
 
-class ColumnSplit(_Section):
+class ColumnSplit(Section):
     by: Literal["column"]
     column: str = Field(description="One silo for every value of this column.")
     min_rows: int = Field(
-        16, ge=2, le=_ROWS, description="Every silo has at least this many rows, or it is an error."
+        16, ge=2, le=MOST_ROWS, description="Every silo has at least this many rows, or it is an error."
     )
 
 
-class Data(_Section):
+class Data(Section):
     train: str = Field(
         description="CSV, TSV, JSONL or Parquet file, or builtin:bbc-news, builtin:imdb, "
         "builtin:rotten-tomatoes."
@@ -97,14 +100,16 @@ class Data(_Section):
     )
     text: str = Field("text", description="Column with the text.")
     label: str = Field("label", description="Column with the label.")
-    train_rows: int | None = Field(None, ge=4, le=_ROWS, description="Use this many rows, drawn by the seed.")
+    train_rows: int | None = Field(
+        None, ge=4, le=MOST_ROWS, description="Use this many rows, drawn by the seed."
+    )
     test_rows: int | None = Field(
-        None, ge=1, le=_ROWS, description="Use this many test rows, drawn by the seed."
+        None, ge=1, le=MOST_ROWS, description="Use this many test rows, drawn by the seed."
     )
     pool_rows: int = Field(
         1000,
         ge=0,
-        le=_ROWS,
+        le=MOST_ROWS,
         description="Rows of no silo kept for the audit: auxiliary text and controls, at most.",
     )
     unit: str | None = Field(
@@ -141,12 +146,12 @@ class Data(_Section):
         return labels
 
 
-class Lora(_Section):
+class Lora(Section):
     r: int = Field(ge=1, le=512, description="Rank of the adapter.")
     alpha: int | None = Field(None, ge=1, le=2**16, description="Its scale is alpha / r; unset: 2 r.")
 
 
-class Slm(_Section):
+class Slm(Section):
     models: tuple[str, ...] = Field(
         ("builtin:minilm",),
         min_length=1,
@@ -182,175 +187,11 @@ class Slm(_Section):
         return self
 
 
-class CentroidPrivacy(_Section):
-    """Without epsilon or noise_multiplier: KMeans on private rows and a minimum size, which is not DP."""
-
-    min_size: int = Field(4, ge=1, le=_ROWS, description="Clusters below this many rows are withheld.")
-    clip: float | None = Field(
-        None,
-        ge=1e-6,
-        le=1e6,
-        description="L2 bound of a row around the public centre 0; unset: the median over public texts.",
-    )
-    epsilon: float | None = Field(None, description="For all centroid releases of the run together.")
-    noise_multiplier: float | None = Field(
-        None, ge=0.01, le=1e4, description="Sigma of the sums / clip, every round."
-    )
-    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
-
-    @field_validator("epsilon")
-    @classmethod
-    def _means_something(cls, value: float | None) -> float | None:
-        low, high = EPSILONS
-        if value is not None and not low <= value <= high:
-            raise ValueError(
-                f"is not between {low} and {high}: below, the noise drowns every centroid, and above, the "
-                "claim bounds nothing that a reader could rely on (leave it out to share without a claim)"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _one_of(self) -> CentroidPrivacy:
-        if self.epsilon is not None and self.noise_multiplier is not None:
-            raise ValueError("set epsilon or noise_multiplier, not both")
-        return self
-
-    @property
-    def noised(self) -> bool:
-        return self.epsilon is not None or self.noise_multiplier is not None
-
-
-class DpSgdPrivacy(_Section):
-    """Training under differential privacy (see `dp_sgd`)."""
-
-    epsilon: float | None = Field(
-        None,
-        ge=EPSILONS[0],
-        le=100,
-        description="Of all training steps of the run together, for a silo's `data.unit`.",
-    )
-    noise_multiplier: float | None = Field(
-        None, ge=0.1, le=1e4, description="Instead: sigma of the noise on a step's sum over the clip."
-    )
-    delta: float = Field(
-        1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim; below 1 / a silo's units."
-    )
-    clip: float = Field(1.0, ge=1e-6, le=1e6, description="L2 bound of a unit's whole gradient.")
-    sample_rate: float = Field(
-        1 / 16,
-        ge=1e-6,
-        le=1,
-        description="Probability with which a unit takes part in a step: a pass is 1 / it steps. Public, as "
-        "a number of rows is not.",
-    )
-    physical_batch: int = Field(
-        32, ge=1, le=4096, description="Rows computed at once, at most; memory, not privacy, depends on it."
-    )
-    engine: Literal["auto", "book-keeping", "hooks", "ghost"] = Field(
-        "auto",
-        description="What computes clipped gradients: `book-keeping` (one backward pass), or Opacus's "
-        "`hooks` and `ghost`; `auto`: the first where it knows every trained layer, else hooks.",
-    )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="Of forward and backward passes; sums and noise are float32. "
-        "`bfloat16` pads every text to `max_length`.",
-    )
-    accountant: Literal["prv"] = Field(
-        "prv", description="Calibrates the noise; checked against dp-accounting's PLD."
-    )
-
-    @field_validator("accountant", mode="before")
-    @classmethod
-    def _bounds(cls, value: Any) -> Any:
-        if value == "gdp":
-            raise ValueError(
-                "gdp is an approximation and no bound; only prv, checked against PLD, is offered"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _one_of(self) -> DpSgdPrivacy:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("set epsilon or noise_multiplier, one of them")
-        return self
-
-
-class MetricPrivacy(_Section):
-    """Noise on the numbers of right answers that silos tell, or decide by."""
-
-    epsilon: float | None = Field(
-        None, ge=EPSILONS[0], le=EPSILONS[1], description="For all figures of the run together."
-    )
-    noise_multiplier: float | None = Field(
-        None, ge=0.01, le=1e4, description="Instead: sigma of a number over its sensitivity, each time."
-    )
-    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
-
-    @model_validator(mode="after")
-    def _one_of(self) -> MetricPrivacy:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("set epsilon or noise_multiplier, one of them")
-        return self
-
-
-class ModelPrivacy(_Section):
-    """Noise on the sum of the silos' model updates, each silo adding its share (see `distributed_noise`)."""
-
-    clip: float = Field(ge=1e-6, le=1e6, description="L2 bound of a silo's whole change of the weights.")
-    epsilon: float | None = Field(
-        None,
-        ge=EPSILONS[0],
-        le=EPSILONS[1],
-        description="For all rounds together, and for a silo's whole data rather than a row of it.",
-    )
-    noise_multiplier: float | None = Field(
-        None,
-        ge=0.01,
-        le=1e4,
-        description="Sigma of the noise on the sum over its sensitivity (twice the clip), every round.",
-    )
-    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
-    colluders: int = Field(
-        0, ge=0, le=254, description="Silos that may tell the server their share of the noise, or add none."
-    )
-
-    @model_validator(mode="after")
-    def _one_of(self) -> ModelPrivacy:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("set epsilon or noise_multiplier, one of them")
-        return self
-
-
-class Privacy(_Section):
-    adjacency: Literal["add-remove", "replace-one"] = Field(
-        "add-remove",
-        description="What the claims on centroids and figures compare: data with and without a unit, or with "
-        "another in its place. DP-SGD: `add-remove` alone.",
-    )
-    dp_sgd: DpSgdPrivacy | None = Field(
-        None, description="Training under differential privacy, `{ epsilon = 8, delta = 1e-5, clip = 1.0 }`."
-    )
-    metrics: MetricPrivacy | None = Field(
-        None,
-        description="Noise on the figures; unset: exact ones, and none under DP-SGD or noise on sums.",
-    )
-    centroids: CentroidPrivacy = Field(CentroidPrivacy(), description="The centroid release.")
-    models: ModelPrivacy | None = Field(
-        None, description="Noise on the sum of the models; unset: none. Only where models are masked."
-    )
-
-    @property
-    def claimed(self) -> bool:
-        """Whether anything leaves under a claim about a unit."""
-        return self.dp_sgd is not None or self.metrics is not None or self.centroids.noised
-
-
 _MASKED_ONLY = ("threshold", "degree", "bits", "patience")
 _SUMS_ONLY = (*_MASKED_ONLY, "clip", "max_rows", "post_quantum")
 
 
-class Protection(_Section):
+class Protection(Section):
     models: Literal["masked", "ckks", "sealed"] | None = Field(
         None,
         description="`masked`: only the sum of the silos' models becomes known; `ckks`: only to the silos; "
@@ -380,7 +221,7 @@ class Protection(_Section):
     max_rows: int = Field(
         65_536,
         ge=1,
-        le=_ROWS,
+        le=MOST_ROWS,
         description="Most rows that a silo may have where its row count is a hidden weight; nearer to the "
         "truth, the finer the sum.",
     )
@@ -396,7 +237,7 @@ class Protection(_Section):
     centroids: Literal["peer", "sealed"] = Field("peer", description="`peer`: sealed to each other silo.")
 
 
-class FedKc(_Section):
+class FedKc(Section):
     clusters: int = Field(4, ge=1, le=4096, description="KMeans clusters a silo.")
     alpha: float = Field(0.5, ge=0, le=1e4, description="Weight of the consistency loss.")
     compose: Literal["pooled", "embeddings"] | int = Field("pooled", description="Layer of the centroids.")
@@ -404,7 +245,7 @@ class FedKc(_Section):
     weights: Literal["uniform", "size"] = Field("uniform", description="Of the clusters in the loss.")
 
 
-class CrossLm(_Section):
+class CrossLm(Section):
     llm: str = Field("builtin:smollm2", description="Causal LM folder, hub name or builtin:smollm2.")
     encoder: str = Field("builtin:minilm", description="Sentence encoder of the diversity in (10).")
     mode: Literal["stable", "paper"] = Field(
@@ -423,7 +264,7 @@ class CrossLm(_Section):
     batch_size: int = Field(16, ge=1, le=4096, description="Texts a step, for the LLM.")
     slm_epochs: int = Field(2, ge=1, le=100, description="Passes over the kept texts for the SLM.")
     evaluate_rows: int = Field(
-        32, ge=1, le=_ROWS, description="Test rows for the LLM's accuracy and perplexity."
+        32, ge=1, le=MOST_ROWS, description="Test rows for the LLM's accuracy and perplexity."
     )
     prompts: dict[str, str] = Field(
         default={}, description="Label to prompt M(y); unset: made from the label."
@@ -431,7 +272,7 @@ class CrossLm(_Section):
     verbalisers: dict[str, str] = Field(default={}, description="Label to word V(y); unset: the label.")
 
 
-class PolicyTerms(_Section):
+class PolicyTerms(Section):
     """What `simulate` writes into each silo's policy beyond what the configuration asks for."""
 
     allow_embedding_centroids: (
@@ -445,7 +286,7 @@ class PolicyTerms(_Section):
 CLIENT_PLACES = ("identity", "trust", "policy", "ledger", "state")
 
 
-class ClientTerms(_Section):
+class ClientTerms(Section):
     """Where one silo keeps what is its own, and with whom it works: for `securefl client` and embedding.
 
     Relative paths are relative to the configuration file: a silo started elsewhere has the same ledger.
@@ -471,7 +312,7 @@ class ClientTerms(_Section):
     )
 
 
-class Config(_Section):
+class Config(Section):
     federation: Federation
     data: Data
     slm: Slm = Slm()

@@ -40,10 +40,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.config import ModelPrivacy
 from securefl.crypto.masks import CHUNK, MAX_BITS, MIN_BITS, SEED_BYTES, Keystream, in_parts
 from securefl.errors import ConfigError, PayloadError, SecureflError, UsageError, WrongShape
 from securefl.privacy import Noise, zcdp_epsilon, zcdp_rho
+from securefl.privacy_terms import ModelPrivacy
 from securefl.release import DistributedNoise
 
 WRAP_PROBABILITY = 2.0**-30  # of a round's sum: one round in a billion is lost

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from securefl.centroid_privacy import calibrate_centroids, nearest_seed, release_means, release_noisy_sums
-from securefl.config import CentroidPrivacy, Config
+from securefl.config import Config
 from securefl.data import Rows
 from securefl.dp_sgd import fit_private
 from securefl.dp_terms import training_mechanism
@@ -26,6 +26,7 @@ from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
 from securefl.methods.fedprox import proximal_term
 from securefl.models import Slm, load_slm
 from securefl.privacy import LocalResult, Noise
+from securefl.privacy_terms import CentroidPrivacy
 from securefl.release import MAX_MAGNITUDE, Adjacency, DpSgd, Release, canonical_json
 from securefl.training import embed, fit, head_probabilities
 

@@ -21,8 +21,8 @@ from scipy.optimize import brentq, minimize_scalar
 from scipy.special import log_ndtr
 from scipy.stats import norm
 
-from securefl.config import MetricPrivacy
 from securefl.errors import ConfigError, SecureflError
+from securefl.privacy_terms import MetricPrivacy
 from securefl.release import (
     ROW,
     Adjacency,

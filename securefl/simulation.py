@@ -22,26 +22,20 @@ from numpy.typing import NDArray
 
 from securefl.agreement import (
     check_cohort,
-    check_rows,
-    fixed_points,
-    steps_of_round,
-    sum_terms,
-    weighs_rows,
 )
 from securefl.client import ORDER, Client
 from securefl.config import AVERAGING, Config
 from securefl.crosslm_worker import CrossLmWorker
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, Rows
-from securefl.dp_terms import check_delta, run_claim, training_mechanism
+from securefl.dp_terms import run_claim
 from securefl.errors import (
-    ConfigError,
-    NotAvailable,
     ProtocolError,
     Refused,
     SecureflError,
     TooFewSilos,
 )
+from securefl.feasibility import refuse_impossible
 from securefl.ledger import Ledger
 from securefl.local import SiloData, derive_seed
 from securefl.messages import Dropped, Step
@@ -53,7 +47,7 @@ from securefl.release import DpSgd, encode_release
 from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, versions
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
-from securefl.simulated_policy import refuse_early, simulated_policy
+from securefl.simulated_policy import simulated_policy
 from securefl.transport.memory import Meddler, MemoryTransport
 from securefl.workbench import TrainingMemo, Workbench
 
@@ -90,7 +84,6 @@ def work_units(config: Config, silos: int) -> float:
 
 
 ARRIVAL_UNITS, EVALUATION_UNITS = 25.0, 30.0
-COARSEST = 1e-2  # largest error of a weight in a masked mean; weights of encoders are some hundredths
 
 
 @dataclass
@@ -119,49 +112,9 @@ class Simulation:
         self.clients: dict[str, Client] = {}
         self._noted: dict[int, set[str]] = {}
         self.folder = RunFolder(self.out, self.resume)
-        self._refuse_early()
+        refuse_impossible(self.config, self.corpus)
 
     # --- before anything runs
-
-    def _refuse_early(self) -> None:
-        refuse_early(self.config)
-        check_cohort(self.config, len(self.corpus.train))
-        for name, rows in self.corpus.train.items():
-            check_rows(self.config, len(rows), name)
-        self._check_training()
-        self._check_resolution()
-        self._check_drops()
-        models = self.config.slm.models
-        if len(models) not in (1, len(self.corpus.train)):
-            raise NotAvailable(
-                f"slm.models names {len(models)} models for {len(self.corpus.train)} silos; "
-                "name one for all, or one for each"
-            )
-
-    def _check_resolution(self) -> None:
-        """Refuse a masked sum so coarse that it would spoil the model without a word."""
-        terms = sum_terms(self.config, len(self.corpus.train))
-        if terms is None or terms.noise is not None or self.config.protection.models != "masked":
-            return
-        rows = {name: len(part) for name, part in self.corpus.train.items()}
-        values, counts = fixed_points(terms, len(rows))
-        step = values.resolution + values.clip * counts.resolution
-        weight = sum(rows.values()) / terms.max_rows if weighs_rows(self.config) else float(len(rows))
-        error = len(rows) * step / weight
-        if error > COARSEST:
-            raise ConfigError(
-                f"protection: every weight of the sum would be off by up to {error:.1e}, above {COARSEST:g}"
-                f"; set max_rows near the largest silo's {max(rows.values())} rows, lower the clip of "
-                f"{terms.clip:g}, or use more than {terms.bits} bits"
-            )
-
-    def _check_training(self) -> None:
-        """Whether DP-SGD can keep its budget on every silo's rows, before the first is trained."""
-        terms = self.config.privacy.dp_sgd
-        if terms is not None:
-            training_mechanism(self.config, 1)
-            for name, rows in self.corpus.train.items():
-                check_delta(terms.delta, len(rows.by_unit()), name)
 
     def _check_noise(self) -> None:
         """Whether the noise of the configuration fits the models, before anything is trained."""
@@ -169,23 +122,6 @@ class Simulation:
             slm, _ = self.workbench.slm(self.config.slm.models[0], self.corpus.labels, self.config)
             length = sum(math.prod(shape) for shape in slm.shapes().values())
             check_cohort(self.config, len(self.corpus.train), length)
-
-    def _check_drops(self) -> None:
-        federation = self.config.federation
-        for name, drop in federation.drop.items():
-            if name not in self.corpus.train:
-                raise ConfigError(f"federation.drop: {name} is none of the silos of this run")
-            numbers = range(1, federation.rounds + 1) if drop.round is None else [drop.round]
-            if drop.round is not None and drop.round > federation.rounds:
-                raise ConfigError(f"federation.drop.{name}: there is no round {drop.round} in this run")
-            if not any(drop.step in steps_of_round(number, self.config) for number in numbers):
-                known = dict.fromkeys(
-                    step.value for number in numbers for step in steps_of_round(number, self.config)
-                )
-                raise ConfigError(
-                    f"federation.drop.{name}: there is no step {drop.step} in that round, but: "
-                    f"{', '.join(known)}"
-                )
 
     def _silent(self, name: str, number: int, step: Step) -> bool:
         """Whether the configuration has a silo fall silent before its answer to this step."""

@@ -20,9 +20,9 @@ from securefl.centroid_privacy import (
     release_noisy_sums,
     useful_size,
 )
-from securefl.config import CentroidPrivacy
 from securefl.errors import SecureflError
 from securefl.privacy import LocalResult, Noise, gaussian_epsilon, noise_source
+from securefl.privacy_terms import CentroidPrivacy
 from securefl.release import (
     Adjacency,
     GaussianSums,

@@ -20,12 +20,12 @@ from scipy.optimize import minimize
 
 from securefl import centroid_privacy
 from securefl.centroid_privacy import CentroidMechanism, NoisySums, noisy_sums
-from securefl.config import CentroidPrivacy
 from securefl.data import Rows
 from securefl.local import CentroidJob, release_centroids
 from securefl.messages import FedKcTerms
 from securefl.models import load_slm
 from securefl.privacy import LocalResult, Noise
+from securefl.privacy_terms import CentroidPrivacy
 from securefl.release import Adjacency, GaussianSums
 
 Array = NDArray[np.float64]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from securefl.config import Config, ModelPrivacy, load_config, parse_config
+from securefl.config import Config, load_config, parse_config
 from securefl.errors import ConfigError
+from securefl.privacy_terms import ModelPrivacy
 
 
 def parse(section: str = "federation", **fields: Any) -> Config:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from attacks.bounds import Confusion, confusion, epsilon_lower_bound
-from securefl.config import ModelPrivacy
 from securefl.crypto.masks import CHUNK
 from securefl.distributed_noise import (
     WRAP_PROBABILITY,
@@ -34,6 +33,7 @@ from securefl.distributed_noise import (
 )
 from securefl.errors import ConfigError, PayloadError, UsageError, WrongShape
 from securefl.privacy import Noise, gaussian_epsilon, noise_source, zcdp_epsilon, zcdp_rho
+from securefl.privacy_terms import ModelPrivacy
 from securefl.release import CLAIM, DistributedNoise
 
 FINE_ORDERS = 1 + np.geomspace(1e-3, 1e3, 3000)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module may import modules of its own layer or below; client and server are apart from each other besides.
 LAYERS = [
     {"errors", "files"},
-    {"release", "messages", "config", "result"},
+    {"release", "messages", "config", "privacy_terms", "result"},
     {
         "privacy",
         "accountants",
@@ -51,7 +51,7 @@ LAYERS = [
     {"opening", "model_card", "contribution"},
     {"trained", "_language_model", "_llm_training", "crosslm_worker", "client", "server"},
     {"silo", "approval"},
-    {"workbench", "recording", "inspection", "report"},
+    {"workbench", "feasibility", "recording", "inspection", "report"},
     {"simulation"},
     {"demo", "console"},
     {"commands"},

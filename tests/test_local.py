@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from securefl.config import CentroidPrivacy
 from securefl.data import Rows
 from securefl.local import CentroidJob, release_centroids
 from securefl.messages import FedKcTerms
 from securefl.models import load_slm
 from securefl.privacy import noise_source
+from securefl.privacy_terms import CentroidPrivacy
 from securefl.release import NonPrivate
 
 TEXTS = ("a film",) * 5 + ("the goal of the team",) * 4

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from securefl.config import MetricPrivacy
 from securefl.errors import SecureflError
 from securefl.privacy import (
     LocalResult,
@@ -24,6 +23,7 @@ from securefl.privacy import (
     noise_source,
     release_counts,
 )
+from securefl.privacy_terms import MetricPrivacy
 from securefl.release import Adjacency, GaussianCounts, PayloadKind, decode_release, encode_release
 
 

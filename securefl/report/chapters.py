@@ -39,9 +39,19 @@ _FIRST_KEYS = ("silo", "client", "round", "label", "text")
 
 
 def _accuracy_cell(result: Result, client: ClientRow) -> Cell:
-    number = digest.dropped_in(result, client.name)
-    badges = () if number is None else (Badge(f"dropped out in round {number}", "caution"),)
-    return Cell(accuracy(client.test_accuracy), interval(client.test_interval), badges)
+    mark = "" if digest.dropped_in(result, client.name) is None else digest.DROPPED_MARK
+    return Cell(accuracy(client.test_accuracy) + mark, interval(client.test_interval))
+
+
+def _dropped_words(results: Sequence[Result]) -> str:
+    """What the mark beside an accuracy says, where there is one."""
+    gone = [
+        f"{clean(c.name, 32)} in round {number} of {run_name(r)}"
+        for r in results
+        for c in r.clients
+        if (number := digest.dropped_in(r, c.name)) is not None
+    ]
+    return f"{digest.DROPPED_MARK}: {digest.DROPPED} ({listing(gone)})." if gone else ""
 
 
 def _alone_words(results: Sequence[Result]) -> str:
@@ -152,7 +162,7 @@ def _accuracy_matrix(results: Sequence[Result]) -> Table:
         tuple(rows),
         numeric=frozenset(range(1, len(columns))) - {len(silos) + 3},
         note="Intervals of a silo: Wilson. Of a difference: paired bootstrap over the test texts."
-        f"{_alone_words(results)}",
+        f"{_alone_words(results)}{_dropped_words(results)}",
     )
 
 
@@ -175,7 +185,7 @@ def _silo_accuracy(results: Sequence[Result]) -> Table:
         tuple(rows),
         numeric=frozenset({3, 4, 5, 6, 7}),
         note="The change of a single silo has no interval of its own: read it beside that of its accuracy."
-        f"{_alone_words(results)}",
+        f"{_alone_words(results)}{_dropped_words(results)}",
     )
 
 

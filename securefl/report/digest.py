@@ -46,6 +46,8 @@ _MASKING = {
     "survivors": "Signed list of survivors",
     "unmasking": "Shares that open a sum",
 }
+DROPPED_MARK = " †"
+DROPPED = "dropped out of the last round, so its model is of an earlier one"
 NO_EPSILON = "no finite epsilon"
 
 

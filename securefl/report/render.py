@@ -295,9 +295,9 @@ def accuracy_table(results: Sequence[Result]) -> RichTable:
         shown = list(map(accuracy, found if wide else [min(known), max(known)]))
         late = [digest.dropped_in(r, silo) is not None and client_row(r, silo) is not None for silo in silos]
         if wide:
-            shown = [text + " †" * gone for text, gone in zip(shown, late, strict=True)]
+            shown = [text + digest.DROPPED_MARK * gone for text, gone in zip(shown, late, strict=True)]
         dropped = dropped or any(late)
-        mean = accuracy(digest.mean_accuracy(r)) + " †" * (any(late) and not wide)
+        mean = accuracy(digest.mean_accuracy(r)) + digest.DROPPED_MARK * (any(late) and not wide)
         rows.append([clean(r.name or r.method, 26), *shown, mean, *map(_change, changes)])
     columns = [("run", False), *((head, True) for head in heads), ("mean", True), ("against alone", False)]
     columns += [(f"against {clean(name, 16)}", False) for name in others]
@@ -306,7 +306,7 @@ def accuracy_table(results: Sequence[Result]) -> RichTable:
     if any("~" in row[-1] or "~" in row[len(heads) + 2] for row in rows):
         notes.append("~: within noise, its 95 % interval over test rows holds 0")
     if dropped:
-        notes.append("†: a silo dropped out of the last round; its model is of an earlier one")
+        notes.append(f"†: {digest.DROPPED}")
     if any(map(claims.under_dp_sgd, results)):
         notes.append("alone: without noise, so the difference to it also holds what privacy costs")
     return _captioned(table, notes)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from securefl.centroid_privacy import calibrate_centroids, nearest_seed, release_means, release_noisy_sums
-from securefl.config import CentroidPrivacy, parse_config
+from securefl.config import parse_config
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, Rows
 from securefl.ledger import Ledger
@@ -23,6 +23,7 @@ from securefl.messages import Party, RoundPlan, Step
 from securefl.methods.fedkc import cluster, compose
 from securefl.models import Slm, base_fingerprint
 from securefl.privacy import LocalResult, Noise, noise_source
+from securefl.privacy_terms import CentroidPrivacy
 from securefl.recording import RunFolder, ledger_facts
 from securefl.release import ROW, Adjacency, Release, encode_release, fingerprint
 from securefl.result import ClientRow, Result, RoundRow, ServerRow
