@@ -195,7 +195,7 @@ def _positions(path: Path, present: Sequence[str], columns: tuple[str, ...]) -> 
     for column in columns:
         if column not in present:
             raise DataError(
-                f'{path}: has no column "{column}" (data.text, data.label, data.split); '
+                f'{path}: has no column "{column}" (data.text, data.label, data.unit, data.split); '
                 f"it has {_listed(present)}"
             )
     counts = Counter(present)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from securefl.accountants import AGREEMENT, Sampled, composed_epsilon
+from securefl.accountants import AGREEMENT, MOST_STEPS, Sampled, composed_epsilon
 from securefl.errors import BudgetExceeded, UsageError
 from securefl.privacy import gaussian_epsilon, zcdp_epsilon
 from securefl.release import (
@@ -198,7 +198,13 @@ def _with_steps(account: Account, claim: DpSgd) -> tuple[Sampled, ...]:
     """`account.sampled` with a training's steps; those of the same noise and sampling count together."""
     steps = _steps(account)
     key = (claim.noise_multiplier, claim.sample_rate)
-    steps[key] = steps.get(key, 0) + claim.steps
+    steps[key] = min(steps.get(key, 0) + claim.steps, MOST_STEPS + 1)
+    if steps[key] > MOST_STEPS:
+        raise BudgetExceeded(
+            f"this data set was trained on for more than {MOST_STEPS} steps, and an account holds no more; "
+            "use another sample rate",
+            "datasets",
+        )
     if len(steps) > _MOST_SAMPLED:
         raise BudgetExceeded(
             f"this data set was trained on with {_MOST_SAMPLED} different noises or sampling rates, and an "

@@ -9,6 +9,7 @@ approximation of subsampling is not offered: it is no bound (at sigma 0.6, q = 1
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,10 @@ _ORDERS = (*range(2, 65), 96, 128, 256, 512, 1024)
 _TOLERANCE = 1e-3  # relative, of a calibrated noise multiplier; on the side of more noise
 
 
+# Steps of all trainings of one kind: a hundred times those of any run that this package makes.
+MOST_STEPS = 10**6
+
+
 class Sampled(BaseModel):
     """`steps` Gaussian mechanisms of `noise_multiplier`, each on a Poisson sample at `sample_rate`."""
 
@@ -42,7 +47,7 @@ class Sampled(BaseModel):
 
     noise_multiplier: float = Field(ge=0.1, le=1e6)
     sample_rate: float = Field(gt=0, le=1)
-    steps: int = Field(ge=1, le=10**9)
+    steps: int = Field(ge=1, le=MOST_STEPS)
 
 
 def accountants() -> str:
@@ -59,12 +64,21 @@ def _one_step(noise_multiplier: float, sample_rate: float, interval: float) -> A
     )
 
 
+@lru_cache(maxsize=8)
+def _composed(sampled: tuple[Sampled, ...], interval: float) -> Any:
+    """The distribution of all trainings; of an account that grows at its end only the last is new."""
+    *before, last = sampled
+    one = _one_step(last.noise_multiplier, last.sample_rate, interval).self_compose(last.steps)
+    return _composed(tuple(before), interval).compose(one) if before else one
+
+
 @lru_cache(maxsize=1024)
 def renyi_epsilon(mu: float, sampled: tuple[Sampled, ...], delta: float) -> float:
     """An upper bound on `composed_epsilon`, in milliseconds (Mironov, Talwar and Zhang 2019)."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import RdpAccountant
 
+    logging.getLogger("absl").setLevel(logging.ERROR)  # of orders that it leaves out, which is sound
     accountant = RdpAccountant(_ORDERS)
     for part in sampled:
         event = PoissonSampledDpEvent(part.sample_rate, GaussianDpEvent(part.noise_multiplier))
@@ -94,15 +108,9 @@ def composed_epsilon(mu: float, sampled: tuple[Sampled, ...], delta: float) -> f
     interval = _FINE if sum(part.steps for part in sampled) > _MANY_STEPS else _COARSE
     if all(part.noise_multiplier >= _LARGE_NOISE for part in sampled) and mu <= 1 / _LARGE_NOISE:
         interval = _FINEST
-    parts = [
-        _one_step(part.noise_multiplier, part.sample_rate, interval).self_compose(part.steps)
-        for part in sampled
-    ]
+    total = _composed(sampled, interval)
     if mu > 0:
-        parts.append(_one_step(1 / mu, 1.0, interval))
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.compose(part)
+        total = total.compose(_one_step(1 / mu, 1.0, interval))
     return max(0.0, float(total.get_epsilon_for_delta(delta)))
 
 

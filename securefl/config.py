@@ -116,7 +116,8 @@ class Data(Section):
         None,
         pattern=UNIT,
         description="Column that says whose rows belong together (`patient_id`): privacy is then each of "
-        "theirs in a silo, all rows at once; a split but by column leaves them in one. Unset: a row.",
+        "theirs in a silo, all rows at once; a split but by column leaves them in one. Compared letter by "
+        "letter. Unset: a row.",
     )
     per_unit: int = Field(
         16, ge=1, le=4096, description="Rows of one unit that DP-SGD trains on in a step, at most."
@@ -374,6 +375,8 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
         reason = (
             "unknown field"
             if first["type"] == "extra_forbidden"
+            else "wants a table, such as { key = value }"
+            if first["type"] == "model_type"
             else first["msg"].removeprefix("Value error, ")
         )
         raise ConfigError(f"{name}: {where}: {reason}{more}") from error
@@ -413,10 +416,11 @@ def _refuse_contradictions(config: Config, name: str) -> None:
                 f'{name}: fedkc.source: a silo\'s "own" centroids would steer its DP-SGD unaccounted; write '
                 '"peers"'
             )
-        if privacy.dp_sgd.engine == "ghost" and config.data.unit is not None:
-            raise ConfigError(
-                f'{name}: privacy.dp_sgd.engine: "ghost" clips single rows only; write "auto" for data.unit'
-            )
+    if privacy.centroids.noised and config.federation.method != "fedkc":
+        raise ConfigError(
+            f"{name}: privacy.centroids: {config.federation.method} shares no centroids, so their budget has "
+            "no effect; leave it out, or use fedkc"
+        )
     if privacy.metrics is not None and config.protection.models == "ckks":
         raise ConfigError(f"{name}: privacy.metrics: under ckks no figure is told; leave it out")
 

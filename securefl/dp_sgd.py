@@ -29,14 +29,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from securefl.batches import padded_lengths
 from securefl.data import Rows
-from securefl.dp_terms import Mechanism, check_delta
+from securefl.dp_terms import Mechanism
 from securefl.errors import Cancelled, DataError, SecureflError
 from securefl.gaussian import Stream, SystemStream, add_gaussian
 from securefl.gradients import clipped_sum
 from securefl.gradients.clipped import Engine
 from securefl.models import Slm
-from securefl.privacy import Noise
+from securefl.privacy import Noise, check_delta
 from securefl.release import DpSgd
 from securefl.training import parameter_groups, schedule
 
@@ -44,12 +45,13 @@ _PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 def _limited(rows: Rows, per_unit: int) -> list[NDArray[np.int64]]:
-    """Each unit's rows, `per_unit` at most: those whose text has the smallest hash, a choice that depends on
-    the unit's own rows alone.
+    """Each unit's rows, `per_unit` at most: those whose text has the smallest hash, then by label, a choice
+    that depends on the unit's own rows alone. (Rows that still tie are the same.)
     """
 
-    def key(index: np.int64) -> bytes:
-        return hashlib.sha256(rows.texts[int(index)].encode("utf-8", "surrogatepass")).digest()
+    def key(index: np.int64) -> tuple[bytes, int]:
+        text = rows.texts[int(index)].encode("utf-8", "surrogatepass")
+        return hashlib.sha256(text).digest(), int(rows.labels[index])
 
     units = rows.by_unit()
     return [
@@ -58,18 +60,24 @@ def _limited(rows: Rows, per_unit: int) -> list[NDArray[np.int64]]:
     ]
 
 
-def _physical(units: Sequence[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
-    """The units in batches of at most `most` rows; a unit stays whole, also where it alone has more."""
+def _physical(
+    units: Sequence[NDArray[np.int64]], lengths: Sequence[int], most: int
+) -> Iterator[tuple[list[NDArray[np.int64]], int]]:
+    """The units in batches of one padded length and at most `most` rows, and that length.
+
+    A unit stays whole, also where it alone has more rows.
+    """
     batch: list[NDArray[np.int64]] = []
-    rows = 0
-    for unit in units:
-        if batch and rows + len(unit) > most:
-            yield batch
+    rows = length = 0
+    for place in sorted(range(len(units)), key=lengths.__getitem__):
+        if batch and (rows + len(units[place]) > most or lengths[place] != length):
+            yield batch, length
             batch, rows = [], 0
-        batch.append(unit)
-        rows += len(unit)
+        length = lengths[place]
+        batch.append(units[place])
+        rows += len(units[place])
     if batch:
-        yield batch
+        yield batch, length
 
 
 class _Sums:
@@ -113,9 +121,9 @@ def fit_private(
     if rows.labels.min() < 0 or rows.labels.max() >= len(slm.labels):
         raise DataError(f"a row's label is not one of the {len(slm.labels)} labels of {slm.name}")
     units = _limited(rows, mechanism.per_unit)
-    # Units of like length are computed together, so that little of a batch is padding.
-    lengths = np.array([max(len(rows.texts[row]) for row in unit) for unit in units])
-    check_delta(mechanism.delta, len(units), "this silo")
+    own = padded_lengths(slm, rows.texts)
+    lengths = [int(own[unit].max()) for unit in units]
+    check_delta(mechanism.delta, len(units), "this silo", "dp_sgd")
     claim = mechanism.claim(noise)
     slm.eval()
     trained = slm.trained()
@@ -127,18 +135,21 @@ def fit_private(
         for step in range(mechanism.steps):
             taken = np.flatnonzero(generator.random(len(units)) < mechanism.sample_rate)
             sums.flat.zero_()
-            for chosen in _physical(
-                [units[unit] for unit in sorted(taken, key=lengths.item)], physical_batch
-            ):
+            physical = _physical(
+                [units[unit] for unit in taken], [lengths[unit] for unit in taken], physical_batch
+            )
+            for chosen, length in physical:
                 _stop(cancelled, slm, step, mechanism.steps)
-                gradients.add(*_batch(slm, rows, chosen, precision), mechanism.clip, sums.parts)
+                gradients.add(*_batch(slm, rows, chosen, length), mechanism.clip, sums.parts)
             _stop(cancelled, slm, step, mechanism.steps)
             add_gaussian(sums.flat, mechanism.noise_multiplier * mechanism.clip, generator.bytes(32))
             sums.flat.div_(mechanism.expected_batch)
             optimizer.zero_grad()
             if penalty is not None:
                 with torch.enable_grad():
-                    torch.autograd.backward(penalty(slm))
+                    extra = penalty(slm)
+                if extra.requires_grad:  # not where all peers' centroids were withheld: a constant then
+                    torch.autograd.backward(extra)
             for parameter, part in zip(trained, sums.parts, strict=True):
                 parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
             for group in optimizer.param_groups:
@@ -157,15 +168,14 @@ def _stop(cancelled: Callable[[], bool] | None, slm: Slm, step: int, steps: int)
 
 
 def _batch(
-    slm: Slm, rows: Rows, units: Sequence[NDArray[np.int64]], precision: str
+    slm: Slm, rows: Rows, units: Sequence[NDArray[np.int64]], length: int
 ) -> tuple[Mapping[str, Tensor], Tensor, Tensor]:
     """The rows of some units as the model reads them, their labels, and which unit each is of.
 
-    In less than float32 every text is padded alike: how far a batch is padded changes the roundings of all
-    its rows, and one long text would move the others' gradients by some hundredths of the clip.
+    length: all of them are padded to it; it depends on each unit alone (`batches`).
     """
     chosen = np.concatenate(units)
     whose = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
-    batch = slm.tokenize([rows.texts[row] for row in chosen], full=precision != "float32")
+    batch = slm.tokenize([rows.texts[row] for row in chosen], length)
     labels = torch.from_numpy(rows.labels[chosen]).to(slm.device)
     return batch, labels, torch.from_numpy(whose).to(slm.device)

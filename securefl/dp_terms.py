@@ -16,6 +16,8 @@ from securefl.gaussian import SystemStream
 from securefl.privacy import Noise
 from securefl.release import DpSgd
 
+_MOST_STEPS = 10**4
+
 
 @dataclass(frozen=True)
 class Mechanism:
@@ -69,6 +71,11 @@ def training_mechanism(config: Config, epochs: int) -> Mechanism | None:
     rate = terms.sample_rate
     rounds = range(1, config.federation.rounds + 1)
     total = sum(steps_of(config.round_epochs(number), rate) for number in rounds)
+    if total > _MOST_STEPS:
+        raise ConfigError(
+            f"privacy.dp_sgd.sample_rate: {rate:g} makes {total} steps of the run's passes, more than "
+            f"{_MOST_STEPS}; raise it, or train for fewer passes"
+        )
     multiplier = terms.noise_multiplier
     if multiplier is None:
         assert terms.epsilon is not None
@@ -83,18 +90,6 @@ def training_mechanism(config: Config, epochs: int) -> Mechanism | None:
         per_unit=config.data.per_unit if config.data.unit is not None else 1,
         expected_batch=float(config.slm.batch_size),
     )
-
-
-def check_delta(delta: float, units: int, whose: str) -> None:
-    """Require delta < 1/n: with more, giving away one unit's rows as they are would be within the claim.
-
-    Raises ConfigError.
-    """
-    if not delta * units < 1:
-        raise ConfigError(
-            f"privacy.dp_sgd.delta: {delta:g} is not below 1 / the number of units of {whose}; a claim with "
-            "it would allow one of them to be given away whole; lower it"
-        )
 
 
 def round_claim(config: Config, number: int, noise: Noise) -> DpSgd | None:
@@ -119,4 +114,4 @@ def is_due(given: DpSgd, due: DpSgd) -> bool:
     """
     own = {"generator", "simulated", "accountants", "epsilon", "noise_multiplier"}
     same = given.model_dump(exclude=own) == due.model_dump(exclude=own)
-    return same and math.isclose(given.noise_multiplier, due.noise_multiplier, rel_tol=1e-2)
+    return same and math.isclose(given.noise_multiplier, due.noise_multiplier, rel_tol=2e-3)

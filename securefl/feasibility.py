@@ -15,8 +15,9 @@ from securefl.agreement import (
 )
 from securefl.config import Config
 from securefl.data import Corpus
-from securefl.dp_terms import check_delta, training_mechanism
+from securefl.dp_terms import training_mechanism
 from securefl.errors import ConfigError, NotAvailable
+from securefl.privacy import check_delta
 from securefl.simulated_policy import refuse_early
 
 COARSEST = 1e-2  # largest error of a weight in a masked mean; weights of encoders are some hundredths
@@ -31,7 +32,8 @@ def refuse_impossible(config: Config, corpus: Corpus) -> None:
     check_cohort(config, len(corpus.train))
     for name, rows in corpus.train.items():
         check_rows(config, len(rows), name)
-    _check_training(config, corpus)
+    training_mechanism(config, 1)
+    _check_deltas(config, corpus)
     _check_resolution(config, corpus)
     _check_drops(config, corpus)
     models = config.slm.models
@@ -60,13 +62,18 @@ def _check_resolution(config: Config, corpus: Corpus) -> None:
         )
 
 
-def _check_training(config: Config, corpus: Corpus) -> None:
-    """Whether DP-SGD can keep its budget on every silo's rows, before the first is trained."""
-    terms = config.privacy.dp_sgd
-    if terms is not None:
-        training_mechanism(config, 1)
-        for name, rows in corpus.train.items():
-            check_delta(terms.delta, len(rows.by_unit()), name)
+def _check_deltas(config: Config, corpus: Corpus) -> None:
+    """Whether each delta is small enough for every silo's units."""
+    privacy, validation = config.privacy, corpus.validation
+    centroids = privacy.centroids if privacy.centroids.noised else None
+    for section, terms, parts in (
+        ("dp_sgd", privacy.dp_sgd, corpus.train),
+        ("centroids", centroids, corpus.train),
+        ("metrics", privacy.metrics, validation),
+    ):
+        if terms is not None:
+            for name, rows in parts.items():
+                check_delta(terms.delta, len(rows.by_unit()), name, section)
 
 
 def _check_drops(config: Config, corpus: Corpus) -> None:

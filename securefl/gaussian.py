@@ -81,10 +81,13 @@ def _normal(stream: NDArray[np.uint8]) -> Tensor:
     half = _CHUNK // 2
     first = torch.from_numpy(stream[: 8 * half].view("<i8")).bitwise_and(2**63 - 1)
     second = torch.from_numpy(stream[8 * half :].view("<i4"))
-    # Neither 0, whose logarithm is none, nor above 1: 2^-64 <= u <= 1 in float32 too.
-    u = first.to(torch.float32).add_(0.5).mul_(2.0**-63)
-    radius = u.log_().mul_(-2).sqrt_()
-    angle = second.to(torch.float32).mul_(math.pi * 2.0**-31)
+    # ln u from the nearer end of (0, 1): float32 has no numbers between 1 - 2^-24 and 1, so that one pair in
+    # thirty million would be 0, and no noise. Half a step keeps either number from being exactly 0.
+    upper = first > 2**62
+    nearer = torch.where(upper, 2**63 - 1 - first, first).to(torch.float32).add_(0.5).mul_(2.0**-63)
+    log = torch.where(upper, torch.log1p(-nearer), nearer.log())
+    radius = log.mul_(-2).sqrt_()
+    angle = second.to(torch.float32).add_(0.5).mul_(math.pi * 2.0**-31)
     out = torch.empty(_CHUNK)
     torch.mul(radius, angle.cos(), out=out[:half])
     torch.mul(radius, angle.sin_(), out=out[half:])

@@ -408,7 +408,7 @@ def _facts(source: ReleaseRow | ReleaseEntry) -> dict[str, Any]:
             "sha256": source.body_sha256,
             "claim": source.claim.model_dump(mode="json"),
         }
-    return source.model_dump()
+    return source.model_dump(exclude={"centroids"})
 
 
 def _same_releases(path: Path, run: str, row: ClientRow, summary: LedgerSummary) -> None:

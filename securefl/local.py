@@ -25,7 +25,7 @@ from securefl.messages import FedKcTerms
 from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
 from securefl.methods.fedprox import proximal_term
 from securefl.models import Slm, load_slm
-from securefl.privacy import LocalResult, Noise
+from securefl.privacy import LocalResult, Noise, check_delta
 from securefl.privacy_terms import CentroidPrivacy
 from securefl.release import MAX_MAGNITUDE, Adjacency, DpSgd, Release, canonical_json
 from securefl.training import embed, fit, head_probabilities
@@ -195,6 +195,7 @@ def release_centroids(
         members = [whole[group] for group in groups]
         release = release_means(LocalResult(means.tensors(), len(rows)), info, privacy.min_size, job.unit)
     else:
+        check_delta(privacy.delta, len(rows.by_unit()), "this silo", "centroids")
         texts, seeds = public_seeds(slm, terms.clusters)
         clip = privacy.clip if privacy.clip is not None else public_clip(slm, texts, terms.compose)
         # The names of the labels and the round's model decide this, never a row.

@@ -108,7 +108,8 @@ def _all_that_left(row: ClientRow) -> str:
         return f"All that left {row.name} together has no finite epsilon, for it holds besides: {reasons}."
     return (
         f"All that left {row.name}, these trainings and whatever else it released, has epsilon "
-        f"{row.private_epsilon:.4g} at delta {row.delta:g}."
+        f"{row.private_epsilon:.4g} at delta {row.delta:g}, composed by privacy loss distributions (the "
+        "table's figure is the larger one of two accountants, and PRV counts its own error in)."
     )
 
 
@@ -151,10 +152,10 @@ def silo_card(
 
     training: the claim on all trainings of the run, where they are by DP-SGD.
     """
-    private = "no finite epsilon" if account.nonprivate else f"epsilon {account.epsilon}"
-    how = f"What left {name} for it has {private}. " + (_TOLD if training is None else "")
+    private = _account_words(account)
+    how = f"What left {name} for it: {private}. " + (_TOLD if training is None else "")
     if training is not None:
-        how = f"{_trained_privately(training)}\n\nAll that left {name} so far has {private}."
+        how = f"{_trained_privately(training)}\n\nAll that left {name} so far: {private}."
     return f"""---
 library_name: transformers
 pipeline_tag: text-classification
@@ -174,3 +175,15 @@ Trained by securefl in run {run}.
 
 {how}
 """
+
+
+def _account_words(account: Account) -> str:
+    if account.nonprivate:
+        return "no finite epsilon"
+    if account.private_epsilon is None or account.delta is None:
+        return "depends on no row"
+    simulated = " (simulated: noise from a seed protects nobody)" if account.simulated else ""
+    return (
+        f"epsilon {account.private_epsilon:.4g} at delta {account.delta:g} for each {account.unit} under "
+        f"{account.adjacency}{simulated}"
+    )

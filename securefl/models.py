@@ -128,26 +128,26 @@ class Slm(nn.Module):
         """Where the weights are."""
         return self.classifier.weight.device
 
-    def tokenize(self, texts: Sequence[str], *, full: bool = False) -> dict[str, Tensor]:
+    def tokenize(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """input_ids and attention_mask (B, S) int64, padded to the longest and cut at `max_length` tokens.
 
-        full: padded to `max_length`, so that a text's numbers do not depend on the others'. A text without
-        any token (an empty one, where the tokenizer adds none of its own) is one end-of-text.
+        length: to pad to instead, no less than the longest. A text without any token (an empty one, where the
+        tokenizer adds none of its own) is one end-of-text.
         """
-        encoded = self._encode(texts, full)
+        encoded = self._encode(texts, length)
         empty = encoded["attention_mask"].sum(1) == 0
         if empty.any():
             end = self.tokenizer.eos_token or self.tokenizer.pad_token
             filled = [end if none else text for text, none in zip(texts, empty.tolist(), strict=True)]
-            encoded = self._encode(filled, full)
+            encoded = self._encode(filled, length)
         return {k: v.to(self.device) for k, v in encoded.items() if k in self._arguments}
 
-    def _encode(self, texts: Sequence[str], full: bool) -> Mapping[str, Tensor]:
+    def _encode(self, texts: Sequence[str], length: int | None) -> Mapping[str, Tensor]:
         encoded: Mapping[str, Tensor] = self.tokenizer(
             list(texts),
-            padding="max_length" if full else True,
+            padding=True if length is None else "max_length",
             truncation=True,
-            max_length=self.max_length,
+            max_length=self.max_length if length is None else length,
             return_tensors="pt",
         )
         return encoded

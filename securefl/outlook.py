@@ -14,18 +14,20 @@ from securefl.dp_terms import training_mechanism
 from securefl.errors import ModelError
 from securefl.privacy import gaussian_epsilon
 from securefl.release import ROW
-from securefl.simulated_policy import exact_kinds, planned_account
+from securefl.simulated_policy import exact_kinds, planned_account, refuse_total
 
 
 def private_outlook(config: Config) -> dict[str, Any]:
     """What the private releases of a silo will add up to in the whole run, and the noise of its trainings.
 
-    Empty where nothing is private. Raises ConfigError or BudgetExceeded where the budget has no meaning.
+    Empty where nothing is private. Raises ConfigError or BudgetExceeded where the budget has no meaning or is
+    above the configuration's ceiling.
     """
     account = planned_account(config)
     training = training_mechanism(config, config.slm.epochs)
     if account.private_epsilon is None and training is None:
         return {}
+    refuse_total(config)
     found: dict[str, Any] = {
         "epsilon": account.private_epsilon,
         "delta": account.delta,

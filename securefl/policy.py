@@ -131,7 +131,8 @@ class Policy(BaseModel):
     min_noise_multiplier: float | None = Field(
         None,
         gt=0,
-        description="Standard deviation over sensitivity that every part of a private release has, at least.",
+        description="Standard deviation over sensitivity that every part of a private release has, at least; "
+        "`securefl inspect` on the run's configuration prints them.",
     )
     allow_embedding_centroids: (
         Literal["the tokens of these rows can be read back from what is shared"] | None
@@ -221,6 +222,7 @@ class Policy(BaseModel):
                 lines += ["", f"# {field.description}"]
                 if not value:
                     lines += [f"# [{clause}.letters-2026]", "# max_epsilon = 3.0", "# delta = 1e-6"]
+                    lines += ['# unit = "row"', '# adjacency = "add-remove"']
                 for name, ceiling in value.items():
                     lines += [f"[{clause}.{json.dumps(name)}]"]
                     lines += [f"{key} = {json.dumps(part)}" for key, part in ceiling.items()]

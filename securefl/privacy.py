@@ -177,6 +177,18 @@ def release_metrics(
     return Release(PayloadKind.METRICS, {}, {**info, "metrics": dict(metrics)}, claim or exact)
 
 
+def check_delta(delta: float, units: int, whose: str, section: str) -> None:
+    """Require delta < 1/n: with more, giving away one unit's rows as they are would be within the claim.
+
+    section: of `[privacy]`. Raises ConfigError.
+    """
+    if not delta * units < 1:
+        raise ConfigError(
+            f'privacy.{section}.delta: {delta:g} is not below 1 / the number of units of "{whose}"; a claim '
+            "with it would allow one of them to be given away whole; lower it"
+        )
+
+
 def unit_weights(units: Sequence[str], rows: int, unit: str) -> NDArray[np.float64]:
     """(rows,) what each row counts for: 1, or 1/m where m rows have its unit, so that a unit counts for 1.
 
@@ -267,6 +279,7 @@ def release_counts(
     answers = _answers(right)
     weights = unit_weights(units, len(answers), mechanism.unit)
     scale = _PAIR[mechanism.adjacency] * mechanism.noise_multiplier
+    check_delta(mechanism.delta, _units(units, answers), "this silo's validation", "metrics")
     pair = np.array([weights @ answers, weights.sum()]) + noise.draw().normal(0, scale, 2)
     rows = max(1.0, float(pair[1]))
     accuracy = min(1.0, max(0.0, float(pair[0]) / rows))
@@ -289,8 +302,13 @@ def decide(
     gained = _answers(candidate) - _answers(own)
     weights = unit_weights(units, len(gained), mechanism.unit)
     scale = _DIFFERENCE[mechanism.adjacency] * mechanism.noise_multiplier
+    check_delta(mechanism.delta, _units(units, gained), "this silo's validation", "metrics")
     noisy = float(weights @ gained) + float(noise.draw().normal(0, scale, 1)[0])
     return noisy >= 0, mechanism.claim(noise)
+
+
+def _units(units: Sequence[str], rows: NDArray[np.float64]) -> int:
+    return len(set(units)) if units else len(rows)
 
 
 def _answers(right: ArrayLike) -> NDArray[np.float64]:

@@ -18,6 +18,13 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _require_one(epsilon: float | None, noise_multiplier: float | None) -> None:
+    if epsilon is None and noise_multiplier is None:
+        raise ValueError("set epsilon or noise_multiplier, one of them")
+    if epsilon is not None and noise_multiplier is not None:
+        raise ValueError("both epsilon and noise_multiplier are set; set one of them")
+
+
 class CentroidPrivacy(Section):
     """Without epsilon or noise_multiplier: KMeans on private rows and a minimum size, which is not DP."""
 
@@ -32,7 +39,7 @@ class CentroidPrivacy(Section):
     noise_multiplier: float | None = Field(
         None, ge=0.01, le=1e4, description="Sigma of the sums / clip, every round."
     )
-    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
+    delta: float = Field(1e-5, ge=1e-12, lt=0.1, description="Of the (epsilon, delta) claim.")
 
     @field_validator("epsilon")
     @classmethod
@@ -69,12 +76,12 @@ class DpSgdPrivacy(Section):
         None, ge=0.1, le=1e4, description="Instead: sigma of the noise on a step's sum over the clip."
     )
     delta: float = Field(
-        1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim; below 1 / a silo's units."
+        1e-5, ge=1e-12, lt=0.1, description="Of the (epsilon, delta) claim; below 1 / a silo's units."
     )
     clip: float = Field(1.0, ge=1e-6, le=1e6, description="L2 bound of a unit's whole gradient.")
     sample_rate: float = Field(
         1 / 16,
-        ge=1e-6,
+        ge=1e-4,
         le=1,
         description="Probability with which a unit takes part in a step: a pass is 1 / it steps. Public, as "
         "a number of rows is not.",
@@ -82,19 +89,28 @@ class DpSgdPrivacy(Section):
     physical_batch: int = Field(
         32, ge=1, le=4096, description="Rows computed at once, at most; memory, not privacy, depends on it."
     )
-    engine: Literal["auto", "book-keeping", "hooks", "ghost"] = Field(
+    engine: Literal["auto", "book-keeping", "hooks"] = Field(
         "auto",
         description="What computes clipped gradients: `book-keeping` (one backward pass), or Opacus's "
-        "`hooks` and `ghost`; `auto`: the first where it knows every trained layer, else hooks.",
+        "per-sample `hooks`; `auto`: the first where it knows every trained layer, else hooks.",
     )
     precision: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Of forward and backward passes; sums and noise are float32. "
-        "`bfloat16` pads every text to `max_length`.",
+        description="Of forward and backward passes; sums and noise are float32.",
     )
     accountant: Literal["prv"] = Field(
         "prv", description="Calibrates the noise; checked against dp-accounting's PLD."
     )
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _clips(cls, value: Any) -> Any:
+        if value == "ghost":
+            raise ValueError(
+                "Opacus's ghost norms lose what cancels between tokens, so a gradient may be longer than the "
+                "clip; only auto, book-keeping and hooks are offered"
+            )
+        return value
 
     @field_validator("accountant", mode="before")
     @classmethod
@@ -107,8 +123,7 @@ class DpSgdPrivacy(Section):
 
     @model_validator(mode="after")
     def _one_of(self) -> DpSgdPrivacy:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("set epsilon or noise_multiplier, one of them")
+        _require_one(self.epsilon, self.noise_multiplier)
         return self
 
 
@@ -121,12 +136,11 @@ class MetricPrivacy(Section):
     noise_multiplier: float | None = Field(
         None, ge=0.01, le=1e4, description="Instead: sigma of a number over its sensitivity, each time."
     )
-    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
+    delta: float = Field(1e-5, ge=1e-12, lt=0.1, description="Of the (epsilon, delta) claim.")
 
     @model_validator(mode="after")
     def _one_of(self) -> MetricPrivacy:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("set epsilon or noise_multiplier, one of them")
+        _require_one(self.epsilon, self.noise_multiplier)
         return self
 
 
@@ -146,15 +160,14 @@ class ModelPrivacy(Section):
         le=1e4,
         description="Sigma of the noise on the sum over its sensitivity (twice the clip), every round.",
     )
-    delta: float = Field(1e-5, ge=1e-12, lt=1, description="Of the (epsilon, delta) claim.")
+    delta: float = Field(1e-5, ge=1e-12, lt=0.1, description="Of the (epsilon, delta) claim.")
     colluders: int = Field(
         0, ge=0, le=254, description="Silos that may tell the server their share of the noise, or add none."
     )
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelPrivacy:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("set epsilon or noise_multiplier, one of them")
+        _require_one(self.epsilon, self.noise_multiplier)
         return self
 
 

@@ -170,8 +170,10 @@ class RunFolder:
         self.path.replace(self.out)
 
 
-def ledger_facts(ledger: Ledger) -> dict[str, Any]:
+def ledger_facts(ledger: Ledger, releases: Path | None = None) -> dict[str, Any]:
     """The fields of a silo's `ClientRow` that its ledger decides: the account, and what left.
+
+    releases: the silo's recorded ones, which say how many centroids each has.
 
     Raises UsageError for a ledger of several data sets, which have an account each.
     """
@@ -191,10 +193,20 @@ def ledger_facts(ledger: Ledger) -> dict[str, Any]:
                 bytes=entry.bytes,
                 sha256=entry.body_sha256,
                 claim=entry.claim.model_dump(mode="json"),
+                centroids=_centroids(entry, releases),
             )
             for entry in ledger.entries
         ],
     }
+
+
+def _centroids(entry: ReleaseEntry, releases: Path | None) -> int | None:
+    if releases is None or entry.kind not in (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS):
+        return None
+    release = decode_release(
+        (releases / release_name(entry.round, entry.step, entry.kind.value)).read_bytes()
+    )
+    return len(release.tensors["centroids"])
 
 
 def link_duplicates(files: Sequence[Path]) -> None:

@@ -135,7 +135,7 @@ class DpSgd(_Claim):
     delta: float = Field(gt=0, lt=1)
     noise_multiplier: float = Field(ge=0.1, le=1e6)
     sample_rate: float = Field(gt=0, le=1)
-    steps: int = Field(ge=1, le=10**7)
+    steps: int = Field(ge=1, le=10**6)
     clip: float = Field(gt=0)
     sampling: Literal["poisson"] = "poisson"
     per_unit: int = Field(ge=1)

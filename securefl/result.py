@@ -62,7 +62,10 @@ class RoundRow(_Row):
 
 
 class ReleaseRow(_Row):
-    """One release in the result: what left, for whom, readable by whom, under which claim."""
+    """One release in the result: what left, for whom, readable by whom, under which claim.
+
+    centroids: how many are in it, for a release of centroids; 0 where all were withheld.
+    """
 
     round: int = Field(ge=1)
     kind: str
@@ -71,6 +74,7 @@ class ReleaseRow(_Row):
     bytes: Count
     sha256: str
     claim: dict[str, Any]
+    centroids: Count | None = None
 
 
 class SumRow(_Row):

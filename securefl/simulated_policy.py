@@ -147,7 +147,8 @@ def _refuse_model_noise(config: Config) -> None:
         )
 
 
-def _refuse_total(config: Config) -> None:
+def refuse_total(config: Config) -> None:
+    """Require that what leaves a silo in the whole run fits `policy.max_epsilon`. Raises BudgetExceeded."""
     delta, ceiling = _delta(config), config.policy.max_epsilon
     account = planned_account(config)
     if account.private_epsilon is None:
@@ -169,7 +170,7 @@ def refuse_early(config: Config) -> None:
     """
     terms, method = config.privacy.centroids, config.federation.method
     _refuse_model_noise(config)
-    _refuse_total(config)
+    refuse_total(config)
     if method != "fedkc" or config.fedkc.source != "peers":
         return
     exposed = config.fedkc.compose == "embeddings" and not terms.noised

@@ -492,7 +492,7 @@ class Simulation:
             test_accuracy=float(right.mean()),
             test_interval=wilson(right),
             baseline_accuracy=baseline,
-            **ledger_facts(client.ledger),
+            **ledger_facts(client.ledger, self.folder.path / "releases" / name),
             training=self._training,
             bytes_up=sent,
             kept_candidate=client.kept_candidate,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from securefl.batches import by_length, padded_lengths
 from securefl.data import Rows
 from securefl.errors import Cancelled, DataError, SecureflError
 from securefl.models import Slm
@@ -128,10 +129,13 @@ def fit(
                     progress(done, steps)
 
 
-def _batches(texts: Sequence[str], batch_size: int) -> list[list[int]]:
-    """Indices in batches of similar length, so that little of a batch is padding."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+def _batches(
+    slm: Slm, texts: Sequence[str], batch_size: int
+) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """Places of texts, and these as a batch, padded as `batches` says."""
+    lengths = padded_lengths(slm, texts)
+    for chosen in by_length(lengths, batch_size):
+        yield chosen, slm.tokenize([texts[i] for i in chosen], int(lengths[chosen[0]]))
 
 
 @contextmanager
@@ -149,8 +153,8 @@ def probabilities(slm: Slm, texts: Sequence[str], batch_size: int = 64) -> NDArr
     """(n, C): the model's probabilities of the labels, in the order of `texts`, dropout off."""
     out = np.zeros((len(texts), len(slm.labels)), np.float32)
     with _evaluating(slm):
-        for chosen in _batches(texts, batch_size):
-            out[chosen] = slm(slm.tokenize([texts[i] for i in chosen])).softmax(-1).cpu().numpy()
+        for chosen, batch in _batches(slm, texts, batch_size):
+            out[chosen] = slm(batch).softmax(-1).cpu().numpy()
     return out
 
 
@@ -182,8 +186,7 @@ def embed(
     """
     parts: list[tuple[list[int], NDArray[np.float32], NDArray[np.float32]]] = []
     with _evaluating(slm):
-        for chosen in _batches(texts, batch_size):
-            batch = slm.tokenize([texts[i] for i in chosen])
+        for chosen, batch in _batches(slm, texts, batch_size):
             mask = batch["attention_mask"].float()
             if layer == "pooled":
                 values = slm.pooled(batch)

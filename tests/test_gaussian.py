@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy.stats import kstest, kurtosis
 
 from securefl.errors import UsageError, WrongShape
-from securefl.gaussian import SystemStream, add_gaussian
+from securefl.gaussian import SystemStream, _normal, add_gaussian
 
 N = 1 << 20
 
@@ -23,17 +23,17 @@ def _noise(key: int, length: int = N, deviation: float = 1.0, threads: int = 2) 
 
 
 def test_it_is_box_and_muller_of_the_keystream() -> None:
-    """By `cryptography` and numpy in float64, over the border of a chunk; logarithms near 0 round by 1e-5."""
+    """By `cryptography` and numpy in float64, over the border of a chunk; number by number."""
     length, half = (1 << 16) + 5, 1 << 15
     zeros = bytes(2 * 12 * half)
     stream = Cipher(algorithms.AES((7).to_bytes(32, "big")), modes.CTR(bytes(16))).encryptor().update(zeros)
     expected: list[np.ndarray] = []
     for chunk in (stream[: 12 * half], stream[12 * half :]):
         u = ((np.frombuffer(chunk[: 8 * half], "<i8") & (2**63 - 1)) + 0.5) / 2.0**63
-        v = np.frombuffer(chunk[8 * half :], "<i4") / 2.0**32
+        v = (np.frombuffer(chunk[8 * half :], "<i4") + 0.5) / 2.0**32
         radius = np.sqrt(-2 * np.log(u))
         expected += [radius * np.cos(2 * math.pi * v), radius * np.sin(2 * math.pi * v)]
-    np.testing.assert_allclose(_noise(7, length), np.concatenate(expected)[:length], atol=2e-5)
+    np.testing.assert_allclose(_noise(7, length), np.concatenate(expected)[:length], atol=4e-6)
 
 
 def test_it_is_normal() -> None:
@@ -90,3 +90,28 @@ def test_the_systems_stream_is_uniform_and_never_the_same() -> None:
     assert abs(np.corrcoef(one, two)[0, 1]) < 6 / math.sqrt(100_000)
     assert stream.bytes(32) != stream.bytes(32)
     assert stream.random(0).shape == (0,)
+
+
+def test_no_number_is_without_noise() -> None:
+    """The words at the ends: u next to 1, where float32 would say 1 and the noise be 0, u next to 0, and
+    angles next to 0. Expected in float64.
+    """
+    half = 1 << 15
+    for first, second in ((2**63 - 1, 0), (2**63 - 2**20, 5), (0, 0), (2**62, -1), (2**62 + 1, 2**31 - 1)):
+        stream = np.concatenate(
+            [
+                np.full(half, first, "<i8").view(np.uint8),
+                np.full(half, second, "<i4").view(np.uint8),
+            ]
+        )
+        found = _normal(stream).double().numpy()
+        log = (
+            math.log1p(-(2**63 - first - 0.5) / 2.0**63)
+            if first > 2**62
+            else math.log((first + 0.5) / 2.0**63)
+        )
+        radius, angle = math.sqrt(-2 * log), 2 * math.pi * (second + 0.5) / 2.0**32
+        np.testing.assert_allclose(found[0], radius * math.cos(angle), rtol=1e-5)
+        np.testing.assert_allclose(found[half], radius * math.sin(angle), rtol=1e-5, atol=1e-6 * radius)
+        assert found[0] != 0
+        assert found[half] != 0

@@ -32,7 +32,7 @@ LAYERS = [
         "receipt",
         "transport",
     },
-    {"methods", "gradients"},
+    {"methods", "gradients", "batches"},
     {
         "training",
         "dp_sgd",

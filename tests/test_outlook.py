@@ -10,6 +10,7 @@ import pytest
 
 from securefl.centroid_privacy import CentroidMechanism, centroid_error
 from securefl.config import Config, parse_config
+from securefl.errors import ConfigError
 from securefl.inspection import inspect_path
 from securefl.outlook import centroid_dimension, centroid_outlook
 from securefl.privacy import gaussian_epsilon
@@ -91,4 +92,5 @@ def test_inspect_shows_it_for_fedkc_alone(tmp_path: Path, folder: Path) -> None:
     file.write_text(text.format("fedkc"))
     assert inspect_path(file)["centroids"]["dimension"] == 24
     file.write_text(text.format("fedavg"))
-    assert "centroids" not in inspect_path(file)
+    with pytest.raises(ConfigError, match="fedavg shares no centroids"):
+        inspect_path(file)

@@ -31,6 +31,7 @@ from securefl.release import (
     PayloadKind,
     encode_release,
 )
+from securefl.report.claims import withheld
 from securefl.simulation import Simulation
 from tests.federation import make_parties, tiny_config
 from tests.test_federation import _reseal  # the one way in which a test makes a silo lie
@@ -353,7 +354,7 @@ def test_inspect_a_ledger_prints_the_account_by_release(
             "one of",
         ),
         ({"federation": {"method": "fedkc"}, "fedkc": {"source": "own"}}, "own"),
-        ({"data": {"unit": "p"}, "privacy": {"dp_sgd": {**DP_SGD, "engine": "ghost"}}}, "ghost"),
+        ({"privacy": {"dp_sgd": {**DP_SGD, "engine": "ghost"}}}, "ghost"),
         ({"data": {"unit": "row"}}, "means something else"),
         ({"privacy": {"metrics": {"epsilon": 1.0}}, "protection": {"models": "ckks"}}, "ckks"),
     ],
@@ -449,3 +450,34 @@ def test_fedprox_and_an_adapter(tiny_encoder: Path, tiny_data: Path, tmp_path: P
     assert {one.row.claim["mechanism"] for one in again.releases} == {"independent"}, (
         "masked ones are no files"
     )
+
+
+def test_where_all_centroids_are_withheld_the_run_goes_on_and_says_so(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """A minimum size above a silo's rows: no knowledge is shared, and terminal and report say that."""
+    config = private(
+        tiny_encoder,
+        tiny_data,
+        "fedkc",
+        privacy={"dp_sgd": DP_SGD, "centroids": {"epsilon": 2.0, "delta": 1e-3, "min_size": 1000}},
+    )
+    result = Simulation(config, load_corpus(config), tmp_path / "run").run()
+    shared = [release for row in result.clients for release in row.releases if release.kind == "centroids"]
+    assert [release.centroids for release in shared] == [0] * 3
+    words = withheld(result)
+    assert words is not None
+    assert "silo-1, silo-2, silo-3 were withheld" in words
+    assert "Withheld" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert verify_run(tmp_path / "run").result.clients[0].releases[1].centroids == 0
+
+
+@pytest.mark.parametrize("section", ["dp_sgd", "centroids", "metrics"])
+def test_a_delta_that_would_give_a_row_away_is_refused(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path, section: str
+) -> None:
+    terms = {"dp_sgd": DP_SGD, "centroids": {"epsilon": 2.0, "min_size": 1}, "metrics": {"epsilon": 1.0}}
+    terms[section] = {**terms[section], "delta": 0.09}
+    config = private(tiny_encoder, tiny_data, "fedkc", data={"validation": 0.5}, privacy=terms)
+    with pytest.raises(ConfigError, match=f"privacy.{section}.delta: 0.09"):
+        Simulation(config, load_corpus(config), tmp_path / "run")

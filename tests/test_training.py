@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from securefl._builtin import in_test_part, load_builtin
+from securefl.batches import by_length, padded_lengths
 from securefl.config import Slm as SlmConfig
 from securefl.data import Rows
 from securefl.errors import Cancelled, DataError, SecureflError
@@ -287,3 +288,32 @@ def test_defaults_learn_bbc_news_from_a_hundred_texts(minilm: str) -> None:
     )
     test = rows_of([(document.text, document.label) for document in held], labels)
     assert np.mean(probabilities(slm, test.texts).argmax(1) == test.labels) > 0.9
+
+
+@pytest.mark.parametrize("layer", ["pooled", "embeddings"])
+def test_a_texts_numbers_do_not_depend_on_the_others_padding(tiny_encoder: Path, layer: str) -> None:
+    """With weights that overflow at padding: a short text gives NaN beside a long one and by itself alike, so
+    whoever looks for one cannot tell whether a long text is there.
+    """
+    slm = load(tiny_encoder)
+    with torch.no_grad():
+        slm.model.base_model.embeddings.word_embeddings.weight[slm.tokenizer.pad_token_id] = float("inf")
+    texts = ["the a", "of to in", "and"]
+    alone, beside = (
+        [embed(slm, part, "pooled") if layer == "pooled" else embed(slm, part, "embeddings")[0]]
+        for part in (texts, [*texts, "goal match team player " * 5])
+    )
+    np.testing.assert_array_equal(alone[0], beside[0][:3])
+    np.testing.assert_array_equal(
+        np.isnan(probabilities(slm, texts)).any(1),
+        np.isnan(probabilities(slm, [*texts, "goal " * 30]))[:3].any(1),
+    )
+
+
+def test_batches_are_of_one_length_and_hold_each_text_once(tiny_encoder: Path) -> None:
+    slm = load(tiny_encoder)
+    lengths = padded_lengths(slm, ["a", "the " * 3, "goal " * 40, ""])
+    assert lengths.tolist() == [16, 16, 16, 16], "never above max_length"
+    longer = np.array([16, 48, 16, 32, 16, 48])
+    assert by_length(longer, 2) == [[0, 2], [4], [3], [1, 5]]
+    assert by_length(np.zeros(0, np.int64), 3) == []

@@ -21,6 +21,7 @@ from securefl.gradients.units import Units
 from securefl.models import Slm
 
 _CANCELLED = 1e-2  # of what the pairs of tokens have without their signs
+_TINY = 1e-24  # a squared norm below which a factor of it may have rounded to 0
 _CHUNK = 2**22  # values of per-unit gradients held at a time where only their norms are wanted
 _Pair = tuple[Tensor, Tensor]
 
@@ -101,7 +102,9 @@ class _Records:
             return _direct(layer, a, g)
         found = parts.sum((1, 2)).double()
         # Where tokens cancel, rounding may hide a norm from the sum over pairs, but not from the gradient.
-        hidden = found < _CANCELLED * parts.abs_().sum((1, 2))
+        size = parts.abs_().sum((1, 2))
+        # A product of a tiny input and a huge gradient may round to 0 in one factor and be none in the whole.
+        hidden = (found < _CANCELLED * size) | (size < _TINY)
         if hidden.any():
             found[hidden] = _direct(layer, a[hidden], g[hidden])
         return found

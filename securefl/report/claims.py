@@ -134,3 +134,21 @@ def composed(client: ClientRow) -> str:
     else:
         how = "as zero-concentrated DP" if zcdp else "as one Gaussian mechanism, without a loss"
     return f"{joined(parts)}, composed {how}"
+
+
+def withheld(result: Result) -> str | None:
+    """A sentence where silos withheld all their centroids, so that the method had little or nothing to share."""
+    empty = [
+        (client.name, release.round)
+        for client in result.clients
+        for release in client.releases
+        if release.centroids == 0
+    ]
+    if not empty:
+        return None
+    rounds = ", ".join(str(number) for number in sorted({number for _, number in empty}))
+    names = ", ".join(dict.fromkeys(name for name, _ in empty))
+    return (
+        f"In round {rounds} all centroids of {names} were withheld, being below privacy.centroids.min_size: "
+        "there the method shared nothing of theirs."
+    )

@@ -148,16 +148,21 @@ def _totals(results: Sequence[Result]) -> list[Block]:
     ]
 
 
-def _unbounded(results: Sequence[Result]) -> list[Note]:
+def _cautions(results: Sequence[Result]) -> list[Note]:
+    held = [
+        Note(f"Withheld ({run_name(r)}).", words, "caution")
+        for r in results
+        if (words := claims.withheld(r)) is not None
+    ]
     exact = [run_name(r) for r in results if claims.unbounded_weights(r)]
     if not exact:
-        return []
+        return held
     where = "" if len(results) == 1 else f" in {digest.where(exact, [run_name(r) for r in results])}"
     text = (
         f"Weights left{where} {claims.NO_NOISE}. Whoever holds them can test whether a text was among the "
         "training rows. Masks and encryption hide which silo a row is in, not what the sum tells about it."
     )
-    return [Note("Weights without a bound.", text, "caution")]
+    return [*held, Note("Weights without a bound.", text, "caution")]
 
 
 def _account_table(result: Result) -> Table:
@@ -282,7 +287,7 @@ def outflow_section(results: Sequence[Result]) -> Section:
     reasons = _reasons(results)
     if reasons.terms:
         blocks += [Paragraph("", head="Why there is no finite epsilon"), reasons]
-    blocks += _unbounded(results)
+    blocks += _cautions(results)
     blocks += _training_tables(results)
     blocks += _totals(results)
     blocks += _told(results)
