@@ -137,7 +137,7 @@ def composed(client: ClientRow) -> str:
 
 
 def withheld(result: Result) -> str | None:
-    """A sentence where silos withheld all their centroids, so that the method had little or nothing to share."""
+    """A sentence where silos withheld all their centroids, so that the method had nothing of theirs to share."""
     empty = [
         (client.name, release.round)
         for client in result.clients
