@@ -137,7 +137,7 @@ def composed(client: ClientRow) -> str:
 
 
 def withheld(result: Result) -> str | None:
-    """A sentence where silos withheld all their centroids, so that the method had nothing of theirs to share."""
+    """A sentence where silos withheld all centroids of a round: the method then had nothing of theirs."""
     empty = [
         (client.name, release.round)
         for client in result.clients
