@@ -130,20 +130,21 @@ def table(name: str, results: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("dp-utility"))
-    parser.add_argument(
-        "--name", default="rotten-tomatoes", help="what the data is called in files and table"
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--train", default="builtin:rotten-tomatoes")
-    parser.add_argument("--test", default="builtin:rotten-tomatoes")
-    parser.add_argument("--model", default="builtin:minilm")
-    parser.add_argument("--rows", type=int, default=3000)
-    parser.add_argument("--test-rows", type=int, default=1000)
-    parser.add_argument("--delta", type=float, default=1e-5)
-    parser.add_argument("--epsilons", type=float, nargs="*", default=[8.0, 3.0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--recipes", nargs="*", choices=list(RECIPES), default=list(RECIPES))
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("dp-utility"), help="folder for finished runs; made if need be")
+    add("--name", default="rotten-tomatoes", help="what the data is called in files and table")
+    add("--train", default="builtin:rotten-tomatoes", help="training rows: a file or a builtin name")
+    add("--test", default="builtin:rotten-tomatoes", help="test rows, which nobody trains on")
+    add("--model", default="builtin:minilm", help="encoder")
+    add("--rows", type=int, default=3000, help="training rows of each seed's sample")
+    add("--test-rows", type=int, default=1000, help="test rows, at most")
+    add("--delta", type=float, default=1e-5, help="of the claims")
+    add("--epsilons", type=float, nargs="*", default=[8.0, 3.0], help="beside no noise")
+    add("--seeds", type=int, default=3, help="samples and starts")
+    add("--recipes", nargs="*", choices=list(RECIPES), default=list(RECIPES), help="how it is trained")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     results = []

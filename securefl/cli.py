@@ -170,7 +170,7 @@ def _finished(path: Path) -> Result:
 
 @app.command(epilog="Example: securefl inspect run/ledger/silo-1.jsonl")
 def inspect(path: Annotated[Path, typer.Argument(help="File or folder.")], as_json: Json = False) -> None:
-    """Say what an envelope, release, ledger, card, policy, trust store, checkpoint or run holds."""
+    """Say what a configuration, envelope, release, ledger, card, policy, checkpoint or run holds."""
     from securefl.inspection import inspect_path
 
     document = inspect_path(path)
