@@ -4,7 +4,7 @@ The noise of a training is as long as the model at every step, so it has to be q
 predict it would see the gradients. Arrays in, arrays out; where the key comes from is `privacy`'s matter.
 
 Method of Box and Muller (1958): with u and v uniform, sqrt(-2 ln u) (cos 2 pi v, sin 2 pi v) are two
-independent standard normal numbers. u has 63 bits, so that the largest number possible is 9.4: the
+independent standard normal numbers. u has 64 bits, so that the largest number possible is 9.4: the
 probability that is lost beyond it is 6e-21 a number, where 32 bits would cut at 6.7 and lose a number in
 every thousand million million of a large model's delta. v has 32 bits. Results are float32, as the weights
 are, so their last bits are those of float32's rounding (Mironov 2012 shows what an attacker makes of that
@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from securefl.crypto.masks import CHUNK, SEED_BYTES, Keystream, in_parts
+from securefl.crypto.masks import SEED_BYTES, Keystream, in_parts
 from securefl.errors import WrongShape
 
-_CHUNK = CHUNK  # numbers at a time: few enough for the cache, and for torch to stay on one thread
+_CHUNK = 1 << 18  # numbers at a time: few enough for the cache, many enough that calls cost nothing
 _PAIR_BYTES = 12  # 8 for u and 4 for v, which give two numbers
 
 
@@ -65,30 +65,49 @@ def add_gaussian(values: Tensor, deviation: float, key: bytes, threads: int = 2)
     Keystream(key)  # says at once what is wrong with the key, and not from another thread
 
     def work(first: int, last: int) -> None:
-        zeros = np.zeros(_CHUNK // 2 * _PAIR_BYTES, np.uint8)
-        stream = np.empty_like(zeros)
-        source = Keystream(key, first // 2 * _PAIR_BYTES)
+        source, pairs = Keystream(key, first // 2 * _PAIR_BYTES), _Pairs()
         for start in range(first, last, _CHUNK):
-            source.fill(zeros, stream)
             part = values[start : min(start + _CHUNK, last)]
-            part.add_(_normal(stream)[: part.numel()].to(part.device), alpha=deviation)
+            pairs.add_to(part, source, deviation)
 
-    in_parts(values.numel(), threads, work)
+    in_parts(values.numel(), threads, work, _CHUNK)
 
 
-def _normal(stream: NDArray[np.uint8]) -> Tensor:
-    """_CHUNK standard normal numbers of as many bytes as they take."""
-    half = _CHUNK // 2
-    first = torch.from_numpy(stream[: 8 * half].view("<i8")).bitwise_and(2**63 - 1)
-    second = torch.from_numpy(stream[8 * half :].view("<i4"))
-    # ln u from the nearer end of (0, 1): float32 has no numbers between 1 - 2^-24 and 1, so that one pair in
-    # thirty million would be 0, and no noise. Half a step keeps either number from being exactly 0.
-    upper = first > 2**62
-    nearer = torch.where(upper, 2**63 - 1 - first, first).to(torch.float32).add_(0.5).mul_(2.0**-63)
-    log = torch.where(upper, torch.log1p(-nearer), nearer.log())
-    radius = log.mul_(-2).sqrt_()
-    angle = second.to(torch.float32).add_(0.5).mul_(math.pi * 2.0**-31)
-    out = torch.empty(_CHUNK)
-    torch.mul(radius, angle.cos(), out=out[:half])
-    torch.mul(radius, angle.sin_(), out=out[half:])
-    return out
+class _Pairs:
+    """Normal numbers of a chunk at a time, in memory that is used again."""
+
+    def __init__(self) -> None:
+        half = _CHUNK // 2
+        self._zeros = np.zeros(half * _PAIR_BYTES, np.uint8)
+        self.stream = np.empty_like(self._zeros)
+        self._first = torch.from_numpy(self.stream[: 8 * half].view("<i8"))
+        self._second = torch.from_numpy(self.stream[8 * half :].view("<i4"))
+        self._low = torch.empty(half, dtype=torch.int64)
+        self._upper = torch.empty(half, dtype=torch.bool)
+        self._radius, self._angle, self._spare = torch.empty(half), torch.empty(half), torch.empty(half)
+
+    def add_to(self, part: Tensor, source: Keystream, deviation: float) -> None:
+        """Add the chunk's next numbers times `deviation` to `part`, the first half of them cosines."""
+        source.fill(self._zeros, self.stream)
+        cosines, sines = self.numbers(deviation)
+        half = len(cosines)
+        part[:half].add_(cosines[: part.numel()].to(part.device))
+        if part.numel() > half:
+            part[half:].add_(sines[: part.numel() - half].to(part.device))
+
+    def numbers(self, deviation: float) -> tuple[Tensor, Tensor]:
+        """Of the stream as it is: radius times cosine, and radius times sine."""
+        radius, angle, spare = self._radius, self._angle, self._spare
+        # ln u from the nearer end of (0, 1), which the sign of the word says: float32 has no numbers between
+        # 1 - 2^-24 and 1, so that one pair in thirty million would be 0, and no noise. Half a step keeps
+        # either number from being exactly 0.
+        torch.lt(self._first, 0, out=self._upper)
+        torch.bitwise_and(self._first, 2**63 - 1, out=self._low)
+        radius.copy_(self._low).add_(0.5).mul_(2.0**-64)
+        torch.neg(radius, out=spare).log1p_()
+        radius.log_()
+        torch.where(self._upper, spare, radius, out=radius)
+        radius.mul_(-2 * deviation**2).sqrt_()
+        angle.copy_(self._second).add_(0.5).mul_(math.pi * 2.0**-31)
+        torch.cos(angle, out=spare).mul_(radius)
+        return spare, angle.sin_().mul_(radius)

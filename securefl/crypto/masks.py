@@ -81,15 +81,15 @@ class Keystream:
         self._update(zeros.data, out.data)
 
 
-def in_parts(length: int, threads: int, work: Callable[[int, int], None]) -> None:
+def in_parts(length: int, threads: int, work: Callable[[int, int], None], chunk: int = CHUNK) -> None:
     """`work(start, stop)` over `length` values cut into `threads` ranges that begin on whole chunks.
 
     What a range gives must not depend on where the cuts are; the results are then those of one thread.
     """
     if threads < 1:
         raise UsageError("threads: at least one")
-    chunks = -(-length // CHUNK)
-    cuts = [min(length, chunks * part // threads * CHUNK) for part in range(threads)] + [length]
+    chunks = -(-length // chunk)
+    cuts = [min(length, chunks * part // threads * chunk) for part in range(threads)] + [length]
     ranges = [(start, stop) for start, stop in pairwise(cuts) if start < stop]
     if len(ranges) <= 1:
         for start, stop in ranges:
