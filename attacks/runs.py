@@ -1,6 +1,6 @@
 """Reading a RUN_DIR: what was released, the truth behind it, and the encoder that each release names.
 
-Everything is checked on the way in: releases against ledgers and result (`securefl.inspection.verify_run`),
+Everything is checked on the way in: releases against ledgers and result (`securefl.verification.verify_run`),
 encoders by fingerprint, truth against rows. A release that cannot be tied to its encoder is an error, since
 an attack with another one would score chance. This room reads files and never writes; what it holds of rows
 is not printed.
@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from securefl.config import Config, parse_config
 from securefl.errors import DataError, ModelError, PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
-from securefl.inspection import verify_run
 from securefl.models import Slm, base_fingerprint, load_slm
 from securefl.recording import SUMS
 from securefl.release import (
@@ -32,6 +31,7 @@ from securefl.release import (
     parse_json,
 )
 from securefl.result import ReleaseRow
+from securefl.verification import verify_run
 
 CENTROIDS = (PayloadKind.CENTROIDS.value, PayloadKind.EMBEDDING_CENTROIDS.value)
 # A result with thousands of rounds is a few megabytes; a silo's rows may be many.

@@ -157,8 +157,8 @@ def _finished(path: Path) -> Result:
     from pydantic import ValidationError
 
     from securefl.files import read_limited
-    from securefl.inspection import MAX_DOCUMENT
     from securefl.result import Result
+    from securefl.verification import MAX_DOCUMENT
 
     try:
         return Result.model_validate_json(read_limited(path, MAX_DOCUMENT))

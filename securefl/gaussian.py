@@ -4,9 +4,9 @@ The noise of a training is as long as the model at every step, so it has to be q
 predict it would see the gradients. Arrays in, arrays out; where the key comes from is `privacy`'s matter.
 
 Method of Box and Muller (1958): with u and v uniform, sqrt(-2 ln u) (cos 2 pi v, sin 2 pi v) are two
-independent standard normal numbers. u has 64 bits, so that the largest number possible is 9.4: the
-probability that is lost beyond it is 6e-21 a number, where 32 bits would cut at 6.7 and lose a number in
-every thousand million million of a large model's delta. v has 32 bits. Results are float32, as the weights
+independent standard normal numbers. u has 64 bits, so that the largest number possible is above 9.4:
+the probability of what lies beyond is below 6e-21 a number. With 32 bits it would be 6.8, and the millions of
+numbers of one step would miss what lies beyond that. v has 32 bits. Results are float32, as the weights
 are, so their last bits are those of float32's rounding (Mironov 2012 shows what an attacker makes of that
 where a single exact release is at stake; here every number is the sum of many, and is rounded again).
 """

@@ -51,7 +51,7 @@ LAYERS = [
     {"opening", "model_card", "contribution"},
     {"trained", "_language_model", "_llm_training", "crosslm_worker", "client", "server"},
     {"silo", "approval"},
-    {"workbench", "feasibility", "recording", "inspection", "report"},
+    {"workbench", "feasibility", "recording", "verification", "inspection", "report"},
     {"simulation"},
     {"demo", "console"},
     {"commands"},

@@ -24,7 +24,7 @@ from securefl.crypto.statements import Revocation, Rotation
 from securefl.crypto.trust import TrustStore
 from securefl.data import load_corpus
 from securefl.errors import ConfigError, ProtocolError, UsageError
-from securefl.inspection import inspect_path, verify_run
+from securefl.inspection import inspect_path
 from securefl.ledger import Ledger
 from securefl.ledger_copies import export_ledger
 from securefl.models import load_slm
@@ -34,6 +34,7 @@ from securefl.release import NonPrivate, PayloadKind, Release, decode_release, e
 from securefl.result import Result, ServerRow, parse_result
 from securefl.simulation import Simulation
 from securefl.state import StateFolder
+from securefl.verification import verify_run
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 from tests.federation import tiny_config

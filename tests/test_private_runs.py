@@ -20,7 +20,7 @@ from securefl.config import Config, parse_config
 from securefl.console import run_app
 from securefl.data import load_corpus
 from securefl.errors import BudgetExceeded, ConfigError, PayloadError
-from securefl.inspection import inspect_path, verify_run
+from securefl.inspection import inspect_path
 from securefl.ledger import Ledger
 from securefl.policy import Ceiling
 from securefl.release import (
@@ -33,6 +33,7 @@ from securefl.release import (
 )
 from securefl.report.claims import withheld
 from securefl.simulation import Simulation
+from securefl.verification import verify_run
 from tests.federation import make_parties, tiny_config
 from tests.test_federation import _reseal  # the one way in which a test makes a silo lie
 

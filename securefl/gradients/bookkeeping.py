@@ -237,7 +237,8 @@ class BookKeeping:
 
         def forward(*given: Tensor, **named: Tensor) -> Tensor:
             if self._records is None:
-                return plain(*given, **named)  # type: ignore[no-any-return]
+                out: Tensor = plain(*given, **named)
+                return out
             (x,) = (*given, *named.values())
             return noted(x)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -78,7 +79,7 @@ class _Widening:
         return [wide(one) for one in activations], wide(gradient)
 
 
-class _Opacus:
+class _Opacus(ABC):
     """What hooks and ghost share: attaching, and clearing what an earlier pass left on parameters."""
 
     name: str
@@ -87,8 +88,9 @@ class _Opacus:
         self._slm = slm
         self._module: Any = None
 
+    @abstractmethod
     def _wrap(self) -> Any:
-        raise NotImplementedError
+        """The Opacus module around the model."""
 
     def _layers(self) -> list[nn.Module]:
         return [
