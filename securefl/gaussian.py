@@ -4,11 +4,13 @@ The noise of a training is as long as the model at every step, so it has to be q
 predict it would see the gradients. Arrays in, arrays out; where the key comes from is `privacy`'s matter.
 
 Method of Box and Muller (1958): with u and v uniform, sqrt(-2 ln u) (cos 2 pi v, sin 2 pi v) are two
-independent standard normal numbers. u has 64 bits, so that the largest number possible is above 9.4:
-the probability of what lies beyond is below 6e-21 a number. With 32 bits it would be 6.8, and the millions of
-numbers of one step would miss what lies beyond that. v has 32 bits. Results are float32, as the weights
-are, so their last bits are those of float32's rounding (Mironov 2012 shows what an attacker makes of that
-where a single exact release is at stake; here every number is the sum of many, and is rounded again).
+independent standard normal numbers. u has 52 bits, so that the largest number possible is above 8.5: the
+probability of what lies beyond is below 2e-17 a number. With 32 bits it would be 6.8, and the millions of
+numbers of one step would miss what lies beyond that. v has 32 bits. ln u is taken in float64: float32 has no
+numbers between 1 - 2^-24 and 1, so that one pair in thirty million would be 0, and no noise. Results are
+float32, as the weights are, so their last bits are those of float32's rounding (Mironov 2012 shows what an
+attacker makes of that where a single exact release is at stake; here every number is the sum of many, and is
+rounded again).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from securefl.crypto.masks import SEED_BYTES, Keystream, in_parts
 from securefl.errors import WrongShape
 
 _CHUNK = 1 << 18  # numbers at a time: few enough for the cache, many enough that calls cost nothing
+_BITS = 52  # of u
 _PAIR_BYTES = 12  # 8 for u and 4 for v, which give two numbers
 
 
@@ -82,8 +85,8 @@ class _Pairs:
         self.stream = np.empty_like(self._zeros)
         self._first = torch.from_numpy(self.stream[: 8 * half].view("<i8"))
         self._second = torch.from_numpy(self.stream[8 * half :].view("<i4"))
-        self._low = torch.empty(half, dtype=torch.int64)
-        self._upper = torch.empty(half, dtype=torch.bool)
+        self._bits = torch.empty(half, dtype=torch.int64)
+        self._log = torch.empty(half, dtype=torch.float64)
         self._radius, self._angle, self._spare = torch.empty(half), torch.empty(half), torch.empty(half)
 
     def add_to(self, part: Tensor, source: Keystream, deviation: float) -> None:
@@ -98,16 +101,10 @@ class _Pairs:
     def numbers(self, deviation: float) -> tuple[Tensor, Tensor]:
         """Of the stream as it is: radius times cosine, and radius times sine."""
         radius, angle, spare = self._radius, self._angle, self._spare
-        # ln u from the nearer end of (0, 1), which the sign of the word says: float32 has no numbers between
-        # 1 - 2^-24 and 1, so that one pair in thirty million would be 0, and no noise. Half a step keeps
-        # either number from being exactly 0.
-        torch.lt(self._first, 0, out=self._upper)
-        torch.bitwise_and(self._first, 2**63 - 1, out=self._low)
-        radius.copy_(self._low).add_(0.5).mul_(2.0**-64)
-        torch.neg(radius, out=spare).log1p_()
-        radius.log_()
-        torch.where(self._upper, spare, radius, out=radius)
-        radius.mul_(-2 * deviation**2).sqrt_()
+        # Half a step, which float64 holds exactly with 52 bits, keeps u from being 0 or 1.
+        torch.bitwise_and(self._first, 2**_BITS - 1, out=self._bits)
+        self._log.copy_(self._bits).add_(0.5).mul_(2.0**-_BITS).log_()
+        radius.copy_(self._log).mul_(-2 * deviation**2).sqrt_()
         angle.copy_(self._second).add_(0.5).mul_(math.pi * 2.0**-31)
         torch.cos(angle, out=spare).mul_(radius)
         return spare, angle.sin_().mul_(radius)

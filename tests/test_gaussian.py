@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from scipy.stats import kstest, kurtosis
+from scipy.stats import kstest, kurtosis, norm
 
 from securefl.errors import UsageError, WrongShape
 from securefl.gaussian import SystemStream, _Pairs, add_gaussian
@@ -30,8 +30,7 @@ def test_it_is_box_and_muller_of_the_keystream() -> None:
     expected: list[np.ndarray] = []
     for chunk in (stream[: 12 * half], stream[12 * half :]):
         word = np.frombuffer(chunk[: 8 * half], "<i8")
-        x = ((word & (2**63 - 1)) + 0.5) / 2.0**64
-        log = np.where(word < 0, np.log1p(-x), np.log(x))
+        log = np.log(((word & (2**52 - 1)) + 0.5) / 2.0**52)
         v = (np.frombuffer(chunk[8 * half :], "<i4") + 0.5) / 2.0**32
         radius = np.sqrt(-2 * log)
         expected += [radius * np.cos(2 * math.pi * v), radius * np.sin(2 * math.pi * v)]
@@ -72,8 +71,12 @@ def test_it_is_added() -> None:
 
 
 def test_the_largest_number_is_far_out() -> None:
-    """The smallest u there is gives 9.4: the tail beyond it has a probability of 6e-21."""
-    assert math.sqrt(-2 * math.log(0.5 / 2.0**64)) > 9.4
+    """What the smallest u gives, and the probability of what lies beyond it (scipy)."""
+    pairs = _Pairs()
+    pairs.stream[:] = 0
+    largest = float(pairs.numbers(1.0)[0][0])
+    assert largest > 8.5
+    assert 2 * norm.sf(largest) < 2e-17
 
 
 def test_what_is_no_row_is_refused() -> None:
@@ -96,15 +99,17 @@ def test_the_systems_stream_is_uniform_and_never_the_same() -> None:
 
 def test_no_number_is_without_noise() -> None:
     """The words at the ends: u next to 1, where float32 would say 1 and the noise be 0, u next to 0, and
-    angles next to 0. Expected in float64.
+    angles next to 0; bits above the 52nd are not u's. Expected in float64, near 1 from the distance to 1.
     """
     pairs = _Pairs()
     half = len(pairs.stream) // 12
-    for word, second in ((-(2**63), 0), (-(2**63) + 2**20, 5), (0, 0), (2**63 - 1, -1), (-1, 2**31 - 1)):
+    top = 2**52 - 1
+    for word, second in ((0, 0), (2**20, 5), (-(2**52), 0), (top, -1), (-1, 2**31 - 1), (top - 9, 3)):
         pairs.stream[: 8 * half] = np.full(half, word, "<i8").view(np.uint8)
         pairs.stream[8 * half :] = np.full(half, second, "<i4").view(np.uint8)
-        x = ((word & (2**63 - 1)) + 0.5) / 2.0**64
-        radius = math.sqrt(-2 * (math.log1p(-x) if word < 0 else math.log(x)))
+        bits = word & top
+        near = (top - bits + 0.5) / 2.0**52
+        radius = math.sqrt(-2 * (math.log1p(-near) if near < 0.5 else math.log((bits + 0.5) / 2.0**52)))
         angle = 2 * math.pi * (second + 0.5) / 2.0**32
         cosines, sines = (one.double().numpy() for one in pairs.numbers(3.0))
         np.testing.assert_allclose(cosines[0], 3 * radius * math.cos(angle), rtol=1e-5)
