@@ -27,7 +27,7 @@ from torch import Tensor
 from securefl.crypto.masks import SEED_BYTES, Keystream, in_parts
 from securefl.errors import WrongShape
 
-_CHUNK = 1 << 18  # numbers at a time: few enough for the cache, many enough that calls cost nothing
+_CHUNK = 1 << 17  # numbers at a time: few enough for the cache, many enough that calls cost nothing
 _BITS = 52  # of u
 _PAIR_BYTES = 12  # 8 for u and 4 for v, which give two numbers
 
@@ -77,34 +77,46 @@ def add_gaussian(values: Tensor, deviation: float, key: bytes, threads: int = 2)
 
 
 class _Pairs:
-    """Normal numbers of a chunk at a time, in memory that is used again."""
+    """Normal numbers of a chunk at a time, in memory that is used again.
+
+    By numpy, which works in the thread that calls it: torch would start threads of its own in each of ours.
+    """
 
     def __init__(self) -> None:
         half = _CHUNK // 2
         self._zeros = np.zeros(half * _PAIR_BYTES, np.uint8)
         self.stream = np.empty_like(self._zeros)
-        self._first = torch.from_numpy(self.stream[: 8 * half].view("<i8"))
-        self._second = torch.from_numpy(self.stream[8 * half :].view("<i4"))
-        self._bits = torch.empty(half, dtype=torch.int64)
-        self._log = torch.empty(half, dtype=torch.float64)
-        self._radius, self._angle, self._spare = torch.empty(half), torch.empty(half), torch.empty(half)
+        self._first = self.stream[: 8 * half].view("<i8")
+        self._second = self.stream[8 * half :].view("<i4")
+        self._bits, self._log = np.empty(half, np.int64), np.empty(half, np.float64)
+        self._radius, self._angle, self._spare = (np.empty(half, np.float32) for _ in range(3))
 
     def add_to(self, part: Tensor, source: Keystream, deviation: float) -> None:
         """Add the chunk's next numbers times `deviation` to `part`, the first half of them cosines."""
         source.fill(self._zeros, self.stream)
         cosines, sines = self.numbers(deviation)
         half = len(cosines)
-        part[:half].add_(cosines[: part.numel()].to(part.device))
-        if part.numel() > half:
-            part[half:].add_(sines[: part.numel() - half].to(part.device))
+        row = part.cpu().numpy()  # of the CPU: the tensor's own memory
+        row[:half] += cosines[: row.size]
+        if row.size > half:
+            row[half:] += sines[: row.size - half]
+        if part.device.type != "cpu":
+            part.copy_(torch.from_numpy(row))
 
-    def numbers(self, deviation: float) -> tuple[Tensor, Tensor]:
+    def numbers(self, deviation: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Of the stream as it is: radius times cosine, and radius times sine."""
-        radius, angle, spare = self._radius, self._angle, self._spare
+        log, radius, angle, spare = self._log, self._radius, self._angle, self._spare
+        np.bitwise_and(self._first, 2**_BITS - 1, out=self._bits)
         # Half a step, which float64 holds exactly with 52 bits, keeps u from being 0 or 1.
-        torch.bitwise_and(self._first, 2**_BITS - 1, out=self._bits)
-        self._log.copy_(self._bits).add_(0.5).mul_(2.0**-_BITS).log_()
-        radius.copy_(self._log).mul_(-2 * deviation**2).sqrt_()
-        angle.copy_(self._second).add_(0.5).mul_(math.pi * 2.0**-31)
-        torch.cos(angle, out=spare).mul_(radius)
-        return spare, angle.sin_().mul_(radius)
+        np.add(self._bits, 0.5, out=log)
+        log *= 2.0**-_BITS
+        np.log(log, out=log)
+        log *= -2 * deviation**2
+        np.sqrt(log, out=radius, casting="same_kind")
+        np.add(self._second, np.float32(0.5), out=angle, casting="unsafe", dtype=np.float32)
+        angle *= np.float32(math.pi * 2.0**-31)
+        np.cos(angle, out=spare)
+        spare *= radius
+        np.sin(angle, out=angle)
+        angle *= radius
+        return spare, angle
