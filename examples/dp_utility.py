@@ -33,7 +33,7 @@ from securefl.training import probabilities
 
 RECIPES: dict[str, dict[str, Any]] = {
     "default": {},
-    "lora": {"lora": {"r": 8}, "learning_rate": 1e-3, "epochs": 5},
+    "lora": {"lora": {"r": 8}},
 }
 
 

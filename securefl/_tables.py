@@ -86,7 +86,13 @@ def read_table(path: Path, text: str, label: str, group: str | None = None, unit
     rows: list[tuple[str, ...]] = []
     for number, values in records:
         place = f"{counted} {number}"
-        rows.append(_checked(values, columns, f"{path}: {place}"))
+        row = _checked(values, columns, f"{path}: {place}")
+        if unit is not None and row[-1] != row[-1].strip():
+            raise DataError(
+                f'{path}: {place}: column "{unit}" has white space around its value, which would make it '
+                "another unit of privacy; remove it"
+            )
+        rows.append(row)
         places.append(place)
     if not rows:
         raise DataError(f"{path}: has no rows; add some below the header")

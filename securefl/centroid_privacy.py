@@ -301,12 +301,20 @@ def centroid_error(mechanism: CentroidMechanism, dimension: int, size: float) ->
     return math.sqrt(float(density @ squares) / float(density.sum()))
 
 
-def useful_size(mechanism: CentroidMechanism, dimension: int, error: float = 0.5) -> int:
-    """The smallest number of units in a cluster whose centroid has a `centroid_error` of at most `error`.
+# Rows differ, so that their mean is shorter than they are, and they are mostly shorter than the clip, which
+# comes from short public texts. With MiniLM the means of k-means clusters had .20 to .58 of the clip on film
+# reviews and .14 to .20 on news.
+CENTROID_LENGTH = 0.25
 
-    A minimum size below it lets centroids leave that are mostly noise. Raises ValueError for an error that
-    is not positive.
+
+def useful_size(mechanism: CentroidMechanism, dimension: int, error: float = 0.5) -> int:
+    """The smallest number of units in a cluster whose centroid is off by at most `error` of its own length.
+
+    A centroid's length is known to the silo alone; here it is taken to be `CENTROID_LENGTH` of the clip, so
+    that the `centroid_error` is `error` times that. A minimum size below it lets centroids leave that are
+    mostly noise. Raises ValueError for an error that is not positive.
     """
+    error *= CENTROID_LENGTH
     if not error > 0:
         raise ValueError("only a positive error is ever reached")
     high = max(1, mechanism.min_size)

@@ -152,6 +152,11 @@ class Lora(Section):
     alpha: int | None = Field(None, ge=1, le=2**16, description="Its scale is alpha / r; unset: 2 r.")
 
 
+# Learning rates of encoder and head where they are unset: of all weights, and of an adapter.
+_RATES = ((2e-4, 5e-3), (1e-3, 5e-3))
+_PRIVATE_RATES = ((1e-4, 2e-2), (1e-3, 2e-2))
+
+
 class Slm(Section):
     models: tuple[str, ...] = Field(
         ("builtin:minilm",),
@@ -168,8 +173,15 @@ class Slm(Section):
         le=4096,
         description="Rows a step; under DP-SGD what the noisy sum of a step is divided by, a public guess.",
     )
-    learning_rate: float = Field(2e-4, gt=0, le=1, description="AdamW's, for the encoder.")
-    head_learning_rate: float = Field(5e-3, gt=0, le=1, description="AdamW's, for the new linear head.")
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="AdamW's, for the encoder; unset: 2e-4, under DP-SGD 1e-4, for an adapter 1e-3.",
+    )
+    head_learning_rate: float | None = Field(
+        None, gt=0, le=1, description="AdamW's, for the new linear head; unset: 5e-3, under DP-SGD 2e-2."
+    )
     train_embeddings: bool = Field(
         False,
         description="Train (and send) the token table too. Off: which of its rows changed would tell the "
@@ -178,7 +190,7 @@ class Slm(Section):
     lora: Lora | None = Field(
         None,
         description="Train (and send) a low-rank adapter and the head only: `{ r = 8 }`; its scale is "
-        "alpha / r, and `alpha` unset 2 r. It takes a larger `learning_rate`, such as 1e-3.",
+        "alpha / r, and `alpha` unset 2 r.",
     )
 
     @model_validator(mode="after")
@@ -186,6 +198,15 @@ class Slm(Section):
         if self.lora is not None and self.train_embeddings:
             raise ValueError("set lora or train_embeddings, not both: an adapter leaves the table alone")
         return self
+
+    def learning_rates(self, *, private: bool) -> tuple[float, float]:
+        """AdamW's, of encoder (or adapter) and head; private: under DP-SGD.
+
+        A private training has few steps, each over many rows, so that the head has to go far in each; and
+        every step moves every weight by about its rate, mostly at random: the more weights, the lower it is.
+        """
+        encoder, head = _PRIVATE_RATES[self.lora is not None] if private else _RATES[self.lora is not None]
+        return self.learning_rate or encoder, self.head_learning_rate or head
 
 
 _MASKED_ONLY = ("threshold", "degree", "bits", "patience")
@@ -420,6 +441,11 @@ def _refuse_contradictions(config: Config, name: str) -> None:
         raise ConfigError(
             f"{name}: privacy.centroids: {config.federation.method} shares no centroids, so their budget has "
             "no effect; leave it out, or use fedkc"
+        )
+    if privacy.centroids.noised and config.federation.rounds < 2:
+        raise ConfigError(
+            f"{name}: privacy.centroids: centroids are shared from round 2 on, so one round shares none; "
+            "set federation.rounds to 2 or more, or leave the budget out"
         )
     if privacy.metrics is not None and config.protection.models == "ckks":
         raise ConfigError(f"{name}: privacy.metrics: under ckks no figure is told; leave it out")

@@ -264,14 +264,15 @@ class CrossLmWorker:
             np.array([sample.label for sample in kept], np.int64),
         )
         before = slm.state()
+        encoder_rate, head_rate = self.slm.learning_rates(private=False)
         try:
             fit(
                 slm,
                 rows,
                 epochs=self.config.slm_epochs,
                 batch_size=self.slm.batch_size,
-                learning_rate=self.slm.learning_rate,
-                head_learning_rate=self.slm.head_learning_rate,
+                learning_rate=encoder_rate,
+                head_learning_rate=head_rate,
                 seed=self._stream(_SLM, number),
                 label_smoothing=LABEL_SMOOTHING if self.stable else 0.0,
             )

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,6 +89,14 @@ class Corpus:
     test: Rows
     pool: Rows
     test_duplicates: int = 0
+
+    @property
+    def shared_units(self) -> int:
+        """How many units have rows in more than one silo."""
+        silos = Counter(
+            unit for name in self.train for unit in {*self.train[name].units, *self.validation[name].units}
+        )
+        return sum(number > 1 for number in silos.values())
 
 
 def _by_unit(units: Sequence[str]) -> list[NDArray[np.int64]]:

@@ -5,11 +5,13 @@ can be changed without the others. Touches no files and sends nothing.
 
 Formal guarantees. One step: every unit of privacy (a row, or all rows of one `data.unit`) takes part with
 probability q, independently of the others (Poisson sampling; there is no fixed batch). The gradient of its
-mean cross-entropy over all trained parameters is clipped to the L2 norm C, the clipped gradients are added
-up, and N(0, (z C)^2) is added to every coordinate of the sum, also when nobody took part. Adding or removing
-one unit moves the sum by at most C when it takes part and not at all otherwise: a Poisson-subsampled Gaussian
-mechanism of noise multiplier z. Whatever is made of the sum afterwards (the optimiser, the learning rates, a
-penalty that knows no rows) is postprocessing. The steps compose adaptively (`accountants`).
+mean cross-entropy is clipped over the head's parameters to the L2 norm C sqrt(s), over all others to
+C sqrt(1 - s), and so to C over all (McMahan et al., ICLR 2018, clip layers apart in the same way). The
+clipped gradients are added up, and N(0, (z C)^2) is added to every coordinate of the sum, also when nobody
+took part. Adding or removing one unit moves the sum by at most C when it takes part and not at all otherwise:
+a Poisson-subsampled Gaussian mechanism of noise multiplier z. Whatever is made of the sum afterwards (the
+optimiser, the learning rates, a penalty that knows no rows) is postprocessing. The steps compose adaptively
+(`accountants`).
 
 What this rests on. Neither q nor the number of steps depends on the rows, so a silo's number of rows is not
 told by them. The sampling and the noise come from the release's own generator, which is the operating
@@ -131,7 +133,9 @@ def fit_private(
     sums = _Sums(trained)
     # From a seed only where the claim says so.
     generator: Stream = noise.draw() if noise.simulated else SystemStream()
-    with clipped_sum(slm, engine, autocast=_PRECISIONS[precision]) as gradients:
+    head = {id(parameter) for parameter in slm.classifier.parameters()}
+    groups = [int(id(parameter) in head) for parameter in trained]
+    with clipped_sum(slm, engine, groups=groups, autocast=_PRECISIONS[precision]) as gradients:
         for step in range(mechanism.steps):
             taken = np.flatnonzero(generator.random(len(units)) < mechanism.sample_rate)
             sums.flat.zero_()
@@ -140,7 +144,7 @@ def fit_private(
             )
             for chosen, length in physical:
                 _stop(cancelled, slm, step, mechanism.steps)
-                gradients.add(*_batch(slm, rows, chosen, length), mechanism.clip, sums.parts)
+                gradients.add(*_batch(slm, rows, chosen, length), mechanism.clips, sums.parts)
             _stop(cancelled, slm, step, mechanism.steps)
             add_gaussian(sums.flat, mechanism.noise_multiplier * mechanism.clip, generator.bytes(32))
             sums.flat.div_(mechanism.expected_batch)

@@ -30,11 +30,17 @@ class Mechanism:
     noise_multiplier: float
     sample_rate: float
     clip: float
+    head_share: float
     steps: int
     delta: float
     unit: str
     per_unit: int
     expected_batch: float
+
+    @property
+    def clips(self) -> tuple[float, float]:
+        """L2 bounds of a unit's gradient over the encoder (or adapter) and over the head."""
+        return self.clip * math.sqrt(1 - self.head_share), self.clip * math.sqrt(self.head_share)
 
     def claim(self, noise: Noise) -> DpSgd:
         """What is claimed of the weights after these steps. Raises ConfigError where accountants disagree."""
@@ -46,6 +52,7 @@ class Mechanism:
             sample_rate=self.sample_rate,
             steps=self.steps,
             clip=self.clip,
+            head_share=self.head_share,
             per_unit=self.per_unit,
             accountants=accountants(),
             unit=self.unit,
@@ -84,6 +91,7 @@ def training_mechanism(config: Config, epochs: int) -> Mechanism | None:
         noise_multiplier=multiplier,
         sample_rate=rate,
         clip=terms.clip,
+        head_share=terms.head_share,
         steps=steps_of(epochs, rate),
         delta=terms.delta,
         unit=config.data.unit_name,

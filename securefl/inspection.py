@@ -115,7 +115,9 @@ def _toml(path: Path) -> Document:
         "what": "configuration",
         **_collusion(config.protection.models == "ckks"),
         **({"parameters": sets.security} if config.protection.models == "ckks" else {}),
-        **({"account": outlook} if (outlook := private_outlook(config)) else {}),
+        "not_checked": "the data: no row was looked at, so a column that is not there, or a delta not "
+        "below 1 / a silo's units, shows when the run starts",
+        "account": private_outlook(config),
         **({"centroids": centroid_outlook(config)} if config.federation.method == "fedkc" else {}),
         **config.model_dump(mode="json", exclude_none=True),
     }

@@ -76,14 +76,15 @@ def train_locally(
     """
     terms, penalty = config.slm, _penalty(slm, config, knowledge)
     mechanism, private = training_mechanism(config, epochs), config.privacy.dp_sgd
+    encoder_rate, head_rate = terms.learning_rates(private=private is not None)
     if mechanism is not None and private is not None:
         return fit_private(
             slm,
             rows,
             mechanism,
             noise,
-            learning_rate=terms.learning_rate,
-            head_learning_rate=terms.head_learning_rate,
+            learning_rate=encoder_rate,
+            head_learning_rate=head_rate,
             physical_batch=private.physical_batch,
             engine=private.engine,
             precision=private.precision,
@@ -95,8 +96,8 @@ def train_locally(
         rows,
         epochs=epochs,
         batch_size=terms.batch_size,
-        learning_rate=terms.learning_rate,
-        head_learning_rate=terms.head_learning_rate,
+        learning_rate=encoder_rate,
+        head_learning_rate=head_rate,
         seed=seed,
         penalty=penalty,
         cancelled=cancelled,

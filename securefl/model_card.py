@@ -124,7 +124,7 @@ def _trained_privately(training: DpSgd) -> str:
         else f"each {unit} of a silo",
         "adjacency": training.adjacency,
         "sampling": f"{training.sampling}, rate {training.sample_rate:g}, {training.steps} steps",
-        "clip (L2)": f"{training.clip:g}",
+        "clip (L2)": f"{training.clip:g}, of whose square {training.head_share:g} is the head's",
         "noise multiplier": f"{training.noise_multiplier:.5g}",
         "noise": training.generator,
         "accountants": training.accountants,

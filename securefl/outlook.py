@@ -5,28 +5,28 @@ Reads a configuration and at most a model's config.json; loads no weights, asks 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
-from securefl.centroid_privacy import calibrate_centroids, useful_size
+from securefl.agreement import metric_releases
+from securefl.centroid_privacy import CENTROID_LENGTH, calibrate_centroids, useful_size
 from securefl.config import Config
-from securefl.dp_terms import training_mechanism
+from securefl.dp_terms import run_claim, training_mechanism
 from securefl.errors import ModelError
-from securefl.privacy import gaussian_epsilon
+from securefl.privacy import gaussian_epsilon, noise_source
 from securefl.release import ROW
-from securefl.simulated_policy import exact_kinds, planned_account, refuse_total
+from securefl.simulated_policy import exact_kinds, metric_mechanism, planned_account, refuse_total
 
 
 def private_outlook(config: Config) -> dict[str, Any]:
     """What the private releases of a silo will add up to in the whole run, and the noise of its trainings.
 
-    Empty where nothing is private. Raises ConfigError or BudgetExceeded where the budget has no meaning or is
-    above the configuration's ceiling.
+    `epsilon` is None where nothing is private, and `note` names what leaves without a claim. Raises
+    ConfigError or BudgetExceeded where the budget has no meaning or is above the configuration's ceiling.
     """
     account = planned_account(config)
     training = training_mechanism(config, config.slm.epochs)
-    if account.private_epsilon is None and training is None:
-        return {}
     refuse_total(config)
     found: dict[str, Any] = {
         "epsilon": account.private_epsilon,
@@ -34,11 +34,27 @@ def private_outlook(config: Config) -> dict[str, Any]:
         "unit": config.data.unit_name,
     }
     if training is not None:
+        whole = run_claim(config, config.federation.rounds, noise_source(config.federation.seed))
+        assert whole is not None
         found["dp_sgd"] = {
+            "epsilon": whole.epsilon,
             "noise_multiplier": training.noise_multiplier,
             "clip": training.clip,
+            "head_share": training.head_share,
             "sample_rate": training.sample_rate,
             "steps_in_round_1": training.steps,
+            "steps": whole.steps,
+        }
+    metrics = metric_mechanism(config)
+    if metrics is not None:
+        releases = metric_releases(config)
+        found["metrics"] = {
+            "releases": releases,
+            "epsilon_each": gaussian_epsilon(metrics.mu, metrics.delta),
+            "epsilon_all_releases": gaussian_epsilon(metrics.mu * math.sqrt(releases), metrics.delta),
+            "noise_multiplier": metrics.noise_multiplier,
+            "note": "noise on the number of right answers, in units: among n validation units an accuracy is "
+            "off by about the noise multiplier / n",
         }
     if config.federation.method != "standalone":
         exact = [kind.value for kind in exact_kinds(config)]
@@ -50,9 +66,9 @@ def private_outlook(config: Config) -> dict[str, Any]:
 def centroid_outlook(config: Config) -> dict[str, Any]:
     """Figures of each centroid release of a run, and from which size on a cluster's centroid is of use.
 
-    epsilon, mu: of one release; `useful_size`: see `centroid_privacy.useful_size`, in units, and left out
-    with `dimension` where the model's width is not known here. Without noise there is a note only: nothing
-    is claimed.
+    epsilon_each, mu: of one release; `useful_size`: see `centroid_privacy.useful_size`, in units, and left
+    out with `dimension` where the model's width is not known here. Without noise there is a note only:
+    nothing is claimed.
     """
     terms, releases, unit = config.privacy.centroids, config.federation.rounds - 1, config.data.unit_name
     whose = "rows" if unit == ROW else f"values of {unit}"
@@ -68,7 +84,8 @@ def centroid_outlook(config: Config) -> dict[str, Any]:
         "releases": releases,
         "unit": unit,
         "adjacency": one.adjacency,
-        "epsilon": gaussian_epsilon(one.mu, one.delta),
+        "epsilon_each": gaussian_epsilon(one.mu, one.delta),
+        "epsilon_all_releases": gaussian_epsilon(one.mu * math.sqrt(releases), one.delta),
         "delta": one.delta,
         "mu": one.mu,
         "noise_multiplier": one.noise_multiplier,
@@ -82,7 +99,8 @@ def centroid_outlook(config: Config) -> dict[str, Any]:
     size = useful_size(one, dimension)
     now = "is below it" if terms.min_size < size else "is not below it"
     note = (
-        f"a min_size below {size} {whose} gives centroids drowned in noise (more than half of their length); "
+        f"a min_size below {size} {whose} gives centroids drowned in noise (more than half of their length, "
+        f"taken to be {CENTROID_LENGTH:g} of the clip: rows differ, so their mean is shorter than they are); "
         f"privacy.centroids.min_size = {terms.min_size} {now}. What clipping takes is not counted"
     )
     return {**found, "dimension": dimension, "useful_size": size, "note": note}

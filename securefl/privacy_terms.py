@@ -79,6 +79,13 @@ class DpSgdPrivacy(Section):
         1e-5, ge=1e-12, lt=0.1, description="Of the (epsilon, delta) claim; below 1 / a silo's units."
     )
     clip: float = Field(1.0, ge=1e-6, le=1e6, description="L2 bound of a unit's whole gradient.")
+    head_share: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Of clip^2, what is the bound of the head's part of the gradient, squared; the rest is "
+        "the encoder's. Bounded together, the encoder's part soon leaves the head's nothing but noise.",
+    )
     sample_rate: float = Field(
         1 / 16,
         ge=1e-4,

@@ -124,9 +124,10 @@ class DpSgd(_Claim):
     """Weights trained by DP-SGD (Abadi et al. 2016), and all that is made from them (see `dp_sgd`).
 
     `steps` times a Poisson sample of the units at `sample_rate`, each unit's gradient clipped to the L2 norm
-    `clip`, and Gaussian noise of standard deviation `noise_multiplier` * clip on every coordinate of their
-    sum. `epsilon` is that of these steps alone at `delta`, the larger of what the `accountants` say; those of
-    a run compose in the account. per_unit: rows of one unit that take part, at most. `simulated` as in
+    `clip` (over the head's parameters to clip * sqrt(head_share), over all others to what is left of it),
+    and Gaussian noise of standard deviation `noise_multiplier` * clip on every coordinate of their sum.
+    `epsilon` is that of these steps alone at `delta`, the larger of what the `accountants` say; those of a
+    run compose in the account. per_unit: rows of one unit that take part, at most. `simulated` as in
     `GaussianSums`.
     """
 
@@ -137,6 +138,7 @@ class DpSgd(_Claim):
     sample_rate: float = Field(gt=0, le=1)
     steps: int = Field(ge=1, le=10**6)
     clip: float = Field(gt=0)
+    head_share: float = Field(gt=0, lt=1)
     sampling: Literal["poisson"] = "poisson"
     per_unit: int = Field(ge=1)
     accountants: str = Field(min_length=1, max_length=200)

@@ -152,7 +152,8 @@ class Result(_Row):
     """The whole of result.json. `schema_` is written as `schema`.
 
     sums: of models that no party read alone. difference: to each silo alone (None for standalone).
-    against: to other runs on the same rows, by name.
+    against: to other runs on the same rows, by name. shared_units: values of `data.unit` with rows in more
+    than one silo.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
@@ -170,6 +171,7 @@ class Result(_Row):
     difference: Difference | None
     against: dict[str, Difference] = {}
     test_rows: Count
+    shared_units: Count = 0
     seconds: Positive
     peak_memory_bytes: Count
     versions: dict[str, str]

@@ -91,7 +91,7 @@ def _least_noise(config: Config) -> float | None:
         found += [each.noise_multiplier, each.count_multiplier, each.prediction_multiplier]
     if models is not None:
         found.append(round_multiplier(models, config.federation.rounds))
-    training, metrics = training_mechanism(config, 1), _metric_mechanism(config)
+    training, metrics = training_mechanism(config, 1), metric_mechanism(config)
     found += [mechanism.noise_multiplier for mechanism in (training, metrics) if mechanism is not None]
     return min(found, default=None)
 
@@ -103,7 +103,7 @@ def _centroid_mechanism(config: Config) -> CentroidMechanism:
     return calibrate_centroids(privacy.centroids, 1.0, releases, unit=unit, adjacency=privacy.adjacency)
 
 
-def _metric_mechanism(config: Config) -> MetricMechanism | None:
+def metric_mechanism(config: Config) -> MetricMechanism | None:
     """Of each private figure of the run; None where figures are exact or none are told."""
     terms, releases = config.privacy.metrics, metric_releases(config)
     if terms is None or not releases:
@@ -122,7 +122,7 @@ def planned_account(config: Config) -> Account:
         claim = _centroid_mechanism(config).claim(seeded)
         for _ in range(rounds - 1):
             account = account.with_claim(claim)
-    metrics = _metric_mechanism(config)
+    metrics = metric_mechanism(config)
     if metrics is not None:
         for _ in range(metric_releases(config)):
             account = account.with_claim(metrics.claim(seeded))

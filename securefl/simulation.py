@@ -474,6 +474,7 @@ class Simulation:
                 name: paired_difference(self.answers, other, seed) for name, other in self.compare.items()
             },
             test_rows=len(test),
+            shared_units=self.corpus.shared_units,
             seconds=round(time.monotonic() - started, 3),
             peak_memory_bytes=peak_memory(),
             versions=versions(LIBRARIES),

@@ -61,6 +61,7 @@ def sampled(steps: int, noise: float = 1.0, delta: float = 1e-5) -> DpSgd:
         sample_rate=0.1,
         steps=steps,
         clip=1.0,
+        head_share=0.5,
         per_unit=1,
         accountants="two",
         generator="os",

@@ -269,8 +269,8 @@ def test_the_error_of_a_centroid_is_that_of_real_releases(
 def test_the_error_with_exact_counts_is_the_closed_form() -> None:
     mechanism = CentroidMechanism(1.0, 2.0, 1e-9, 1.0, 1e-5, 1)
     assert centroid_error(mechanism, 100, 40) == pytest.approx(2.0 * 10 / 40)
-    assert useful_size(mechanism, 100) == 40
-    assert useful_size(mechanism, 100, error=0.499) == 41
+    assert useful_size(mechanism, 100) == 160, "a centroid of a quarter of the clip, half of which is 1/8"
+    assert useful_size(mechanism, 100, error=0.499) == 161
     for dimension, size in ((0, 5), (5, 0.5)):
         with pytest.raises(ValueError, match="at least one"):
             centroid_error(mechanism, dimension, size)
@@ -283,7 +283,7 @@ def test_the_useful_size_is_the_smallest(min_size: int) -> None:
     mechanism = replace(calibrate_centroids(CentroidPrivacy(epsilon=2.0), 1.0, 1), min_size=min_size)
     size = useful_size(mechanism, 64)
     errors = [centroid_error(mechanism, 64, n) for n in range(1, 2 * size)]
-    assert next(n for n, error in enumerate(errors, 1) if error <= 0.5) == size
-    assert all(error <= 0.5 for error in errors[size - 1 :])
+    assert next(n for n, error in enumerate(errors, 1) if error <= 0.125) == size
+    assert all(error <= 0.125 for error in errors[size - 1 :])
     if min_size == 10:
-        assert math.sqrt(_released(mechanism, 64, size, 3000).mean()) == pytest.approx(0.5, abs=0.03)
+        assert math.sqrt(_released(mechanism, 64, size, 3000).mean()) == pytest.approx(0.125, abs=0.008)

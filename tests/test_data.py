@@ -525,3 +525,21 @@ def test_a_unit_column_must_be_there_and_be_its_own(tmp_path: Path) -> None:
             _silo(tmp_path, ["one,a,p1", "two,b,p2"], unit=unit)
     with pytest.raises(DataError, match="empty"):
         _silo(tmp_path, ["one,a,p1", "two,b,"], unit="patient")
+
+
+def test_units_of_several_silos_are_counted() -> None:
+    def rows(*units: str) -> Rows:
+        texts = tuple(f"text {unit}" for unit in units)
+        return Rows(texts, texts, np.zeros(len(units), np.int64), units)
+
+    train = {"hospital-a": rows("p", "q"), "hospital-b": rows("q", "r"), "hospital-c": rows("s")}
+    validation = {"hospital-a": rows("t"), "hospital-b": rows("p"), "hospital-c": rows("s")}
+    empty = Rows((), (), np.zeros(0, np.int64))
+    assert Corpus(("0", "1"), train, validation, empty, empty).shared_units == 2
+    assert Corpus(("0", "1"), {}, {}, empty, empty).shared_units == 0
+
+
+@pytest.mark.parametrize("value", ["p1 ", " p1", "\tp1"])
+def test_white_space_does_not_make_another_patient(tmp_path: Path, value: str) -> None:
+    with pytest.raises(DataError, match='column "patient" has white space around its value'):
+        _silo(tmp_path, ["one,a,p1", f"two,b,{value}", "three,a,p2"], unit="patient")

@@ -89,8 +89,18 @@ def norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())
 
 
-def clip_and_add(gradients: Sequence[Sequence[Tensor]], clip: float) -> list[Tensor]:
-    scaled = [[min(1.0, clip / norm(one)) * g for g in one] for one in gradients]
+def clip_and_add(
+    gradients: Sequence[Sequence[Tensor]], clip: float, groups: Sequence[int] | None = None
+) -> list[Tensor]:
+    """groups: as `clipped_sum` has them; group k is clipped to clip * (k + 1)."""
+    groups = groups or [0] * len(gradients[0])
+    scaled = []
+    for one in gradients:
+        parts = [
+            [g for g, group in zip(one, groups, strict=True) if group == k] for k in range(max(groups) + 1)
+        ]
+        scales = [min(1.0, clip * (k + 1) / norm(part)) for k, part in enumerate(parts)]
+        scaled.append([scales[group] * g for g, group in zip(one, groups, strict=True)])
     return [torch.stack(list(parts)).sum(0) for parts in zip(*scaled, strict=True)]
 
 
@@ -105,12 +115,14 @@ def summed(
     clip: float,
     texts: Sequence[str] = TEXTS,
     autocast: torch.dtype | None = None,
+    groups: Sequence[int] | None = None,
 ) -> list[Tensor]:
     sums = zeros(slm)
-    with clipped_sum(slm, engine, autocast=autocast) as gradients:
+    with clipped_sum(slm, engine, groups=groups, autocast=autocast) as gradients:
         assert gradients.name == NAMES.get(engine, "book-keeping")
         targets = torch.tensor(TARGETS[: len(texts)])
-        gradients.add(slm.tokenize(texts), targets, torch.tensor(units), clip, sums)
+        clips = [clip * (k + 1) for k in range(1 + max(groups or [0]))]
+        gradients.add(slm.tokenize(texts), targets, torch.tensor(units), clips, sums)
     return sums
 
 
@@ -142,6 +154,25 @@ def test_every_engine_equals_brute_force(architecture: str, kind: str, folders: 
     expected = clip_and_add(list(exact.values()), clip)
     for engine in engines[:2]:
         assert distance(summed(slm, engine, SEVERAL, clip), expected) < tolerance * clip, engine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["bert", "gpt2", "albert"])
+def test_groups_of_parameters_are_clipped_apart(
+    architecture: str, kind: str, folders: dict[str, Path]
+) -> None:
+    """Three groups, weights and biases of one layer in different ones, by row and by unit."""
+    slm = load(folders[architecture], kind)
+    groups = [place % 3 for place in range(len(slm.trained()))]
+    for units, engines in ((ROWS, list(NAMES)), (SEVERAL, list(NAMES)[:2])):
+        exact = list(brute_force(slm, units).values())
+        clip = float(np.median([norm(one) for one in exact])) / 4
+        expected = clip_and_add(exact, clip, groups)
+        assert distance(expected, clip_and_add(exact, clip)) > 0.01 * clip
+        for engine in engines:
+            if (architecture, engine) != ("albert", "ghost"):
+                off = distance(summed(slm, engine, units, clip, groups=groups), expected)
+                assert off < EXACT * clip, engine
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -185,8 +216,8 @@ def test_a_norm_that_tokens_hide_by_cancelling(table: bool, several: bool) -> No
         exact = (products.sum(0, keepdim=True) if several else products).square().sum((1, 2))
     records = _Records(2)
     records.note(layer, given, gradient)
-    found = records.squares(Units.of(torch.tensor([0, 0] if several else [0, 1])))
-    assert torch.allclose(found, exact, rtol=1e-2)
+    found = records.squares(Units.of(torch.tensor([0, 0] if several else [0, 1])), [0])
+    assert torch.allclose(found[0], exact, rtol=1e-2)
 
 
 def test_units_group_their_rows() -> None:
@@ -211,7 +242,7 @@ def test_batches_add_up_and_an_empty_one_adds_nothing(engine: Engine, folders: d
             batch = {key: tensor[: len(rows)] for key, tensor in batch.items()}
             targets = torch.tensor([TARGETS[i] for i in rows], dtype=torch.int64)
             before = [total.clone() for total in parts]
-            gradients.add(batch, targets, torch.arange(len(rows)), 1.0, parts)
+            gradients.add(batch, targets, torch.arange(len(rows)), [1.0], parts)
             assert (distance(before, parts) == 0) == (not rows)
     assert distance(whole, parts) < EXACT
 
@@ -267,8 +298,8 @@ def test_the_model_is_left_as_it_was(engine: Engine, kind: str, folders: dict[st
     batch, units = slm.tokenize(TEXTS), torch.tensor(ROWS)
     with clipped_sum(slm, engine) as gradients:
         with pytest.raises(IndexError):
-            gradients.add(batch, torch.tensor([7] * len(ROWS)), units, 1.0, sums)
-        gradients.add(batch, torch.tensor(TARGETS), units, 1.0, sums)
+            gradients.add(batch, torch.tensor([7] * len(ROWS)), units, [1.0], sums)
+        gradients.add(batch, torch.tensor(TARGETS), units, [1.0], sums)
     assert distance(sums, expected) == 0, "a failed pass leaves nothing to the next one"
     assert traces(slm) == before
     assert all(np.array_equal(state[name], array) for name, array in slm.state().items())
@@ -320,7 +351,7 @@ def test_a_layer_it_does_not_know(folders: dict[str, Path]) -> None:
     sums = zeros(slm)
     with clipped_sum(slm) as gradients:
         assert gradients.name == "opacus hooks"
-        gradients.add(slm.tokenize(TEXTS), torch.tensor(TARGETS), torch.tensor(ROWS), 1.0, sums)
+        gradients.add(slm.tokenize(TEXTS), torch.tensor(TARGETS), torch.tensor(ROWS), [1.0], sums)
     assert distance(sums, clip_and_add(exact, 1.0)) < EXACT
 
 
@@ -333,7 +364,7 @@ def test_two_layers_with_one_weight(folders: dict[str, Path]) -> None:
     exact = list(brute_force(slm, ROWS).values())
     sums = zeros(slm)
     with clipped_sum(slm, "hooks") as gradients:
-        gradients.add(slm.tokenize(TEXTS), torch.tensor(TARGETS), torch.tensor(ROWS), 1.0, sums)
+        gradients.add(slm.tokenize(TEXTS), torch.tensor(TARGETS), torch.tensor(ROWS), [1.0], sums)
     assert distance(sums, clip_and_add(exact, 1.0)) < EXACT
 
 
@@ -351,24 +382,27 @@ def test_what_is_refused(folders: dict[str, Path]) -> None:
     slm = load(folders["bert"])
     batch, targets, units = slm.tokenize(TEXTS), torch.tensor(TARGETS), torch.tensor(ROWS)
     with clipped_sum(slm, "ghost") as gradients, pytest.raises(SecureflError, match="several rows"):
-        gradients.add(batch, targets, torch.tensor(SEVERAL), 1.0, zeros(slm))
+        gradients.add(batch, targets, torch.tensor(SEVERAL), [1.0], zeros(slm))
     with clipped_sum(slm) as gradients:
         for clip in (0.0, -1.0, float("nan"), float("inf")):
             with pytest.raises(SecureflError, match="clip"):
-                gradients.add(batch, targets, units, clip, zeros(slm))
+                gradients.add(batch, targets, units, [clip], zeros(slm))
         with pytest.raises(SecureflError, match="as many"):
-            gradients.add(batch, targets, units[:-1], 1.0, zeros(slm))
+            gradients.add(batch, targets, units[:-1], [1.0], zeros(slm))
         with pytest.raises(SecureflError, match="as many"):
-            gradients.add(batch, targets[:-1], units[:-1], 1.0, zeros(slm))
+            gradients.add(batch, targets[:-1], units[:-1], [1.0], zeros(slm))
         with pytest.raises(SecureflError, match="shapes"):
-            gradients.add(batch, targets, units, 1.0, zeros(slm)[::-1])
+            gradients.add(batch, targets, units, [1.0], zeros(slm)[::-1])
         slm.train()
         with pytest.raises(SecureflError, match="training mode"):
-            gradients.add(batch, targets, units, 1.0, zeros(slm))
+            gradients.add(batch, targets, units, [1.0], zeros(slm))
     slm.train()
     with pytest.raises(SecureflError, match="training mode"), clipped_sum(slm):
         pass
     slm.eval()
+    for groups in ([0], [1] * len(slm.trained()), [0, *[2] * (len(slm.trained()) - 1)]):
+        with pytest.raises(SecureflError, match="group"), clipped_sum(slm, groups=groups):
+            pass
     with pytest.raises(SecureflError, match="bfloat16"), clipped_sum(slm, autocast=torch.float16):
         pass
 

@@ -49,6 +49,7 @@ def _training(folder: Path, noise: Noise, steps: int = 40) -> tuple[Array, float
         noise_multiplier=1.5,
         sample_rate=0.5,
         clip=0.7,
+        head_share=0.5,
         steps=steps,
         delta=1e-3,
         unit="row",

@@ -45,8 +45,9 @@ def test_a_noised_configuration_tells_its_claim_and_the_useful_size(
     config = configuration(str(folder), compose, "patient_id", centroids=terms, adjacency=adjacency)
     found = centroid_outlook(config)
     assert (found["releases"], found["unit"], found["adjacency"]) == (3, "patient_id", adjacency)
+    assert found["epsilon_all_releases"] == pytest.approx(6.0, abs=1e-6)
     assert gaussian_epsilon(found["mu"] * 3**0.5, found["delta"]) == pytest.approx(6.0, abs=1e-6)
-    assert found["epsilon"] == pytest.approx(gaussian_epsilon(found["mu"], found["delta"]))
+    assert found["epsilon_each"] == pytest.approx(gaussian_epsilon(found["mu"], found["delta"]))
     assert found["dimension"] == dimension
     mechanism = CentroidMechanism(
         1.0,
@@ -57,7 +58,8 @@ def test_a_noised_configuration_tells_its_claim_and_the_useful_size(
         5,
     )
     size = found["useful_size"]
-    assert centroid_error(mechanism, dimension, size) <= 0.5 < centroid_error(mechanism, dimension, size - 1)
+    errors = [centroid_error(mechanism, dimension, units) for units in (size, size - 1)]
+    assert errors[0] <= 0.125 < errors[1], "half of a quarter of the clip"
     assert f"below {size} values of patient_id gives centroids drowned in noise" in found["note"]
     assert "min_size = 5 is below it" in found["note"]
 
@@ -94,3 +96,35 @@ def test_inspect_shows_it_for_fedkc_alone(tmp_path: Path, folder: Path) -> None:
     file.write_text(text.format("fedavg"))
     with pytest.raises(ConfigError, match="fedavg shares no centroids"):
         inspect_path(file)
+
+
+def test_inspect_tells_every_part_of_the_account(tmp_path: Path, folder: Path) -> None:
+    """The three parts compose to the total by the accountants' own functions; what is exact is named."""
+    file = tmp_path / "run.toml"
+    start = (
+        '[federation]\nmethod = "fedkc"\nrounds = 3\n[data]\ntrain = "a.csv"\ntest = "b.csv"\n'
+        f'[slm]\nmodels = ["{folder}"]\nepochs = 2\nround_epochs = 1\n[privacy]\n'
+    )
+    file.write_text(
+        start + "dp_sgd = { epsilon = 8 }\ncentroids = { epsilon = 4 }\nmetrics = { epsilon = 1 }\n"
+    )
+    found = inspect_path(file)
+    parts = found["account"]
+    assert parts["dp_sgd"]["epsilon"] == pytest.approx(8, abs=0.1)
+    assert (parts["dp_sgd"]["steps_in_round_1"], parts["dp_sgd"]["steps"]) == (32, 64)
+    assert parts["metrics"]["epsilon_all_releases"] == pytest.approx(1, abs=1e-6)
+    assert parts["metrics"]["noise_multiplier"] > 1
+    assert max(8, 4) < parts["epsilon"] < 8.1 + 4 + 1
+    assert "note" not in parts
+    assert "no row was looked at" in found["not_checked"]
+    file.write_text(start + "centroids = { min_size = 4 }\n")
+    parts = inspect_path(file)["account"]
+    assert parts["epsilon"] is None
+    assert "no total is finite: model, metrics, centroids" in parts["note"]
+
+
+def test_a_budget_for_centroids_that_never_leave_is_refused(folder: Path) -> None:
+    whole = configuration(str(folder), centroids={"epsilon": 2.0}).model_dump()
+    whole["federation"]["rounds"] = 1
+    with pytest.raises(ConfigError, match="one round shares none"):
+        parse_config(whole)

@@ -222,6 +222,7 @@ def test_units_and_adjacencies_do_not_mix() -> None:
         sample_rate=0.1,
         steps=10,
         clip=1.0,
+        head_share=0.5,
         per_unit=1,
         accountants="x",
         generator="x",
@@ -469,7 +470,7 @@ def test_where_all_centroids_are_withheld_the_run_goes_on_and_says_so(
     words = withheld(result)
     assert words is not None
     assert "silo-1, silo-2, silo-3 were withheld" in words
-    assert "Withheld" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert words in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert verify_run(tmp_path / "run").result.clients[0].releases[1].centroids == 0
 
 

@@ -36,6 +36,7 @@ TRAINING: dict[str, Any] = {
     "sample_rate": 0.0625,
     "steps": 64,
     "clip": 1.25,
+    "head_share": 0.5,
     "sampling": "poisson",
     "per_unit": 3,
     "accountants": "prv (opacus 1.6.0), checked by pld (dp-accounting 0.6.0)",
@@ -553,7 +554,7 @@ def test_every_term_of_dp_sgd_is_on_the_page(tmp_path: Path) -> None:
     table = text.split("Training by DP-SGD: private")[1].split("Of each silo.")[0]
     for fact in (
         "ε 7.99 at δ = 2e-5",
-        "one patient (patient_id) with all its rows, there or not (add-remove)",
+        "one patient (patient_id) with all its rows of a silo, there or not (add-remove)",
         "at most 3",
         "poisson: each patient_id takes part in a step with probability 0.0625; 64 steps",
         "L2 norm 1.25",
@@ -608,11 +609,11 @@ def test_composition_in_words(given: list[dict[str, Any]], words: str) -> None:
     [
         ({}, "one row, there or not"),
         ({"adjacency": "replace-one"}, "one row, exchanged for another"),
-        ({"unit": "patient_id"}, "one patient (patient_id) with all its rows, there or not"),
-        ({"unit": "ward"}, "one ward with all its rows, there or not"),
+        ({"unit": "patient_id"}, "one patient (patient_id) with all its rows of a silo, there or not"),
+        ({"unit": "ward"}, "one ward with all its rows of a silo, there or not"),
         (
             {"unit": "case_file_id", "adjacency": "replace-one"},
-            "one case file (case_file_id) with all its rows, exchanged for another",
+            "one case file (case_file_id) with all its rows of a silo, exchanged for another",
         ),
     ],
 )
@@ -625,7 +626,7 @@ def test_the_terminal_names_the_unit_and_adjacency_of_the_claims(scope: dict[str
 def test_runs_with_different_units_are_told_apart() -> None:
     both = [private_result(name="rows"), private_result(name="patients", unit="patient_id")]
     text = " ".join(printed(departures_table(both)).split())
-    assert "for one row, there or not (rows); one patient (patient_id) with all its rows, there or" in text
+    assert "for one row, there or not (rows); one patient (patient_id) with all its rows of a silo," in text
     assert digest.whose(both).endswith("there or not (patients)")
 
 
@@ -716,3 +717,29 @@ def test_no_number_of_rows_travels_with_private_weights(tmp_path: Path) -> None:
     text = _page(private_result(), tmp_path)
     assert "the number of rows that travels" not in text
     assert "This report is outside it too" in text
+
+
+def test_fewer_centroids_than_clusters_and_patients_of_several_silos_are_said() -> None:
+    """Hand-made results: 4 clusters, of which one silo shared 1 and then 3; two patients in two silos."""
+    rows = [private_result().clients[0].releases[0]] * 2
+    noised = {"mechanism": "gaussian-sums", "epsilon": 1.0}
+    releases = [
+        row.model_copy(update={"kind": "centroids", "claim": noised, "centroids": number, "round": number})
+        for row, number in zip(rows, (3, 1), strict=True)
+    ]
+    result = private_result()
+    first, *others = result.clients
+    result = result.model_copy(
+        update={
+            "config": {"fedkc": {"clusters": 4}, "data": {"unit": "patient_id"}},
+            "clients": [first.model_copy(update={"releases": releases}), *others],
+            "shared_units": 2,
+        }
+    )
+    few, shared = claims.cautions(result)
+    assert few.startswith(f"Of 4 clusters' centroids these silos shared, at the least: {first.name} 1; ")
+    assert "nearest of public texts" in few
+    assert shared.startswith("2 values of patient_id in rows of more than one silo")
+    whole = [row.model_copy(update={"centroids": 4}) for row in releases]
+    kept = first.model_copy(update={"releases": whole})
+    assert claims.cautions(result.model_copy(update={"clients": [kept, *others], "shared_units": 0})) == []

@@ -276,14 +276,15 @@ def test_defaults_learn_bbc_news_from_a_hundred_texts(minilm: str) -> None:
     held = [document for document in documents if in_test_part(document.text)][::4]
     chosen = [document for label in labels for document in [d for d in own if d.label == label][:20]]
     defaults = SlmConfig()
+    encoder_rate, head_rate = defaults.learning_rates(private=False)
     slm = load_slm(minilm, labels, max_length=defaults.max_length, train_embeddings=False, seed=0)
     fit(
         slm,
         rows_of([(document.text, document.label) for document in chosen], labels),
         epochs=defaults.epochs,
         batch_size=defaults.batch_size,
-        learning_rate=defaults.learning_rate,
-        head_learning_rate=defaults.head_learning_rate,
+        learning_rate=encoder_rate,
+        head_learning_rate=head_rate,
         seed=0,
     )
     test = rows_of([(document.text, document.label) for document in held], labels)

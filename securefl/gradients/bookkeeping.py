@@ -73,19 +73,22 @@ class _Records:
         known = self._rows.get(parameter)
         self._rows[parameter] = rows if known is None else known.add_(rows)
 
-    def squares(self, units: Units) -> Tensor:
-        """(U,) float64: squared norms of the units' gradients, all parameters together."""
+    def squares(self, units: Units, groups: Sequence[int]) -> Tensor:
+        """(G, U) float64: squared norms of the units' gradients over each group of parameters."""
         for layer in [one for one in self._pairs if one.weight in self._rows]:  # used both ways
             for given, gradient in self._pairs.pop(layer):
                 assert layer.weight is not None
                 self._add(layer.weight, _products(layer, given, gradient))
-        squares = torch.zeros(units.count, dtype=torch.float64, device=units.of_rows.device)
-        for rows in self._rows.values():
-            squares += _square(units.summed(rows))
+        shape = 1 + max(groups), units.count
+        squares = torch.zeros(shape, dtype=torch.float64, device=units.of_rows.device)
+        for parameter, rows in self._rows.items():
+            squares[groups[parameter]] += _square(units.summed(rows))
         for layer, uses in self._pairs.items():
+            assert layer.weight is not None
             given, gradient = _joined(uses)
             for i, (which, _) in enumerate(units.groups):
-                squares[which] += self._group_squares(layer, given, gradient, units, i)
+                found = self._group_squares(layer, given, gradient, units, i)
+                squares[groups[layer.weight], which] += found
         self._grams.clear()
         return squares
 
@@ -119,18 +122,19 @@ class _Records:
             grams.append(torch.bmm(gathered, gathered.mT))
         return grams[group]
 
-    def add_to(self, sums: Sequence[Tensor], scales: Tensor) -> None:
-        """Add the sum of the rows' gradients times `scales` (B,); the records are used up."""
+    def add_to(self, sums: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        """Add the sum of the rows' gradients times each parameter's `scales` (B,); uses up the records."""
         for parameter, rows in self._rows.items():
-            sums[parameter].view(-1).addmv_(rows.view(self._count, -1).T, scales.to(rows.dtype))
+            total = sums[parameter].view(-1)
+            total.addmv_(rows.view(self._count, -1).T, scales[parameter].to(rows.dtype))
         self._rows.clear()
         while self._pairs:
             layer, uses = self._pairs.popitem()
             assert layer.weight is not None
-            total = sums[layer.weight]
+            total, own = sums[layer.weight], scales[layer.weight]
             for given, gradient in uses:
                 if layer.table:
-                    weights = scales[:, None].expand(given.shape)
+                    weights = own[:, None].expand(given.shape)
                     if layer.padding is not None:
                         weights = weights.masked_fill(given == layer.padding, 0)
                     weighted = wide(gradient) * weights[:, :, None].to(wide(gradient).dtype)
@@ -138,9 +142,9 @@ class _Records:
                     continue
                 a, g = wide(given), wide(gradient)
                 if a.shape[2] <= g.shape[2]:
-                    a = a * scales[:, None, None].to(a.dtype)
+                    a = a * own[:, None, None].to(a.dtype)
                 else:
-                    g = g * scales[:, None, None].to(g.dtype)
+                    g = g * own[:, None, None].to(g.dtype)
                 left, right = (a, g) if layer.transposed else (g, a)
                 total.addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
 

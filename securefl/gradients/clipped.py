@@ -28,19 +28,21 @@ class ClippedSum(Protocol):
         batch: Mapping[str, Tensor],
         labels: Tensor,
         units: Tensor,
-        clip: float,
+        clips: Sequence[float],
         sums: Sequence[Tensor],
     ) -> None:
         """Add the clipped gradients of a physical batch's units to `sums`, in place.
 
         batch: what `Slm.tokenize` gives for B rows. labels: (B,) int64. units: (B,) int64, the unit of each
-        row; all rows of a unit are in this batch. clip: C > 0, a gradient's largest L2 norm. sums: float32,
-        one for each of `Slm.trained()`, in its order and shapes.
+        row; all rows of a unit are in this batch. clips: C_k > 0, a gradient's largest L2 norm over the
+        parameters of group k. sums: float32, one for each of `Slm.trained()`, in its order and shapes.
 
-        With g_u the gradient of the mean cross-entropy of unit u's rows, over all trained parameters
-        together, what is added is the sum over u of min(1, C / |g_u|) g_u (Abadi et al., CCS 2016,
-        algorithm 1, without its noise). A unit whose loss or gradient is not finite adds nothing, and whether
-        it is depends on its own rows alone. No rows, no pass: an empty Poisson batch adds nothing.
+        With g_u the gradient of the mean cross-entropy of unit u's rows over the trained parameters of one
+        group, what is added is the sum over u of min(1, C_k / |g_u|) g_u: with a single group that of Abadi
+        et al. (CCS 2016, algorithm 1) without its noise, with several that of McMahan et al. (ICLR 2018,
+        per-layer clipping); one unit moves all sums together by at most the root of the sum of the C_k^2. A
+        unit whose loss or gradient is not finite adds nothing, and whether it is depends on its own rows
+        alone. No rows, no pass: an empty Poisson batch adds nothing.
         Raises SecureflError for a model in training mode and for tensors that do not fit.
         """
 
@@ -48,9 +50,9 @@ class ClippedSum(Protocol):
 class _Gradients(Protocol):
     losses: Tensor
 
-    def squares(self, units: Units) -> Tensor: ...
+    def squares(self, units: Units, groups: Sequence[int]) -> Tensor: ...
 
-    def add_to(self, sums: Sequence[Tensor], scales: Tensor) -> None: ...
+    def add_to(self, sums: Sequence[Tensor], scales: Sequence[Tensor]) -> None: ...
 
 
 class _Engine(Protocol):
@@ -68,29 +70,32 @@ class _Engine(Protocol):
 
 
 class _Sum:
-    def __init__(self, slm: Slm, engine: _Engine, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, slm: Slm, engine: _Engine, groups: Sequence[int], autocast: torch.dtype | None
+    ) -> None:
         self.name = engine.name
-        self._slm, self._engine, self._autocast = slm, engine, autocast
+        self._slm, self._engine, self._groups, self._autocast = slm, engine, groups, autocast
 
     def add(
         self,
         batch: Mapping[str, Tensor],
         labels: Tensor,
         units: Tensor,
-        clip: float,
+        clips: Sequence[float],
         sums: Sequence[Tensor],
     ) -> None:
-        self._check(batch, labels, units, clip, sums)
+        self._check(batch, labels, units, clips, sums)
         while len(labels):
             grouped = Units.of(units)
             with torch.enable_grad():
                 gradients = self._engine.run(batch, labels, grouped, self._precision())
             with torch.no_grad():
-                squares = gradients.squares(grouped)
-                finite = squares.isfinite() & grouped.summed(gradients.losses.detach()).isfinite()
+                squares = gradients.squares(grouped, self._groups)
+                finite = squares.isfinite().all(0) & grouped.summed(gradients.losses.detach()).isfinite()
                 if finite.all():
-                    scales = (clip / squares.sqrt()).clamp_(max=1)
-                    gradients.add_to(sums, scales[grouped.of_rows])
+                    scales = (squares.new_tensor(clips)[:, None] / squares.sqrt()).clamp_(max=1)
+                    rows = scales[:, grouped.of_rows]
+                    gradients.add_to(sums, [rows[group] for group in self._groups])
                     return
                 del gradients
                 # Zero times NaN is NaN, so such rows must not be in the batch at all.
@@ -108,15 +113,15 @@ class _Sum:
         batch: Mapping[str, Tensor],
         labels: Tensor,
         units: Tensor,
-        clip: float,
+        clips: Sequence[float],
         sums: Sequence[Tensor],
     ) -> None:
         if self._slm.training:
             raise SecureflError(
                 f"{self._slm.name} is in training mode; clipped gradients are without dropout"
             )
-        if not (math.isfinite(clip) and clip > 0):
-            raise SecureflError("the clip norm must be a positive number")
+        if len(clips) != 1 + max(self._groups) or not all(math.isfinite(clip) and clip > 0 for clip in clips):
+            raise SecureflError("the clip norm of every group of parameters must be a positive number")
         rows = len(labels)
         if labels.ndim != 1 or units.shape != labels.shape or any(len(one) != rows for one in batch.values()):
             raise SecureflError("rows, labels and units of a batch must be as many")
@@ -205,28 +210,37 @@ def _engine(slm: Slm, engine: Engine) -> _Engine:
 
 @contextmanager
 def clipped_sum(
-    slm: Slm, engine: Engine = "auto", *, autocast: torch.dtype | None = None
+    slm: Slm,
+    engine: Engine = "auto",
+    *,
+    groups: Sequence[int] | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Iterator[ClippedSum]:
     """Sums of clipped gradients of `slm`, which must be in evaluation mode and is left exactly as it was.
 
     engine: "book-keeping" (one backward pass; the common layers), "hooks" (Opacus, per-sample gradients, any
     layer), "ghost" (Opacus, two backward passes, units of one row), or "auto": book-keeping where it
-    knows every trained layer, hooks otherwise. autocast: torch.bfloat16 runs the passes in mixed precision;
-    norms and sums are float32. Raises SecureflError.
+    knows every trained layer, hooks otherwise. groups: for each of `Slm.trained()` the number, from 0 on, of
+    the group that it is clipped with; None: all together. autocast: torch.bfloat16 runs the passes in mixed
+    precision; norms and sums are float32. Raises SecureflError.
 
     It may stay open over many steps, which saves a small pass each: between calls of `add` the model is as
     ever, and may run, change its weights and have gradients. Its .grad are set aside meanwhile.
 
         with clipped_sum(slm) as gradients:
             for batch, labels, units in physical_batches:
-                gradients.add(batch, labels, units, clip, sums)
+                gradients.add(batch, labels, units, [clip], sums)
     """
     if any(module.training for module in slm.modules()):
         raise SecureflError(f"{slm.name} is in training mode; clipped gradients are without dropout")
     if autocast not in (None, torch.bfloat16):
         raise SecureflError("mixed precision is bfloat16 or none: float16 needs a loss scale")
+    trained = len(slm.trained())
+    chosen_groups = tuple(groups or (0,) * trained)
+    if len(chosen_groups) != trained or set(chosen_groups) != set(range(1 + max(chosen_groups, default=0))):
+        raise SecureflError("every trained parameter has the number of a group, from 0 on without gaps")
     with _as_it_was(slm):
         _check_rows(slm)
         chosen = _engine(slm, engine)
         with chosen.attached():
-            yield _Sum(slm, chosen, autocast)
+            yield _Sum(slm, chosen, chosen_groups, autocast)

@@ -163,23 +163,25 @@ class _Samples:
         self.losses = losses
         self._gradients = gradients
 
-    def squares(self, units: Units) -> Tensor:
-        """(U,) float64: squared norms."""
-        squares = torch.zeros(units.count, dtype=torch.float64, device=units.of_rows.device)
+    def squares(self, units: Units, groups: Sequence[int]) -> Tensor:
+        """(G, U) float64: squared norms over each group of parameters."""
+        shape = 1 + max(groups), units.count
+        squares = torch.zeros(shape, dtype=torch.float64, device=units.of_rows.device)
         for i, rows in enumerate(self._gradients):
             if rows is not None:
                 self._gradients[i] = per_unit = units.summed(rows)
-                squares += torch.linalg.vector_norm(per_unit.flatten(1), dim=1).double().square()
+                norms = torch.linalg.vector_norm(per_unit.flatten(1), dim=1)
+                squares[groups[i]] += norms.double().square()
         self._of_units = units
         return squares
 
-    def add_to(self, sums: Sequence[Tensor], scales: Tensor) -> None:
-        """Add the sum of the units' gradients times the `scales` (B,) of their rows."""
+    def add_to(self, sums: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        """Add the sum of the units' gradients times each parameter's `scales` (B,) of their rows."""
         units = self._of_units
-        scales = scales.new_zeros(units.count).index_copy_(0, units.of_rows, scales)
-        for total, gradients in zip(sums, self._gradients, strict=True):
+        for total, gradients, rows in zip(sums, self._gradients, scales, strict=True):
             if gradients is not None:
-                total.view(-1).addmv_(gradients.flatten(1).T, scales.to(gradients.dtype))
+                own = rows.new_zeros(units.count).index_copy_(0, units.of_rows, rows)
+                total.view(-1).addmv_(gradients.flatten(1).T, own.to(gradients.dtype))
 
 
 class Hooks(_Opacus):
@@ -209,22 +211,32 @@ class Hooks(_Opacus):
 class _Graph:
     """Norms of every row's gradient, and the graph that gives their weighted sum."""
 
-    def __init__(self, engine: Ghost, losses: Tensor, norms: list[Tensor]) -> None:
+    def __init__(self, engine: Ghost, losses: Tensor, norms: list[Tensor | None]) -> None:
         self.losses = losses
         self._engine, self._norms = engine, norms
 
-    def squares(self, units: Units) -> Tensor:
-        """(U,) float64: squared norms; units are rows."""
+    def squares(self, units: Units, groups: Sequence[int]) -> Tensor:
+        """(G, U) float64: squared norms over each group of parameters; units are rows."""
         assert units.single
-        return torch.stack([norm.double().square() for norm in self._norms]).sum(0)
+        shape = 1 + max(groups), units.count
+        squares = torch.zeros(shape, dtype=torch.float64, device=units.of_rows.device)
+        for group, norm in zip(groups, self._norms, strict=True):
+            if norm is not None:
+                squares[group] += norm.double().square()
+        self._groups = groups
+        return squares
 
-    def add_to(self, sums: Sequence[Tensor], scales: Tensor) -> None:
-        """Add the sum of the rows' gradients times `scales` (B,), by a second backward pass."""
-        with torch.enable_grad():
-            weighted = (self.losses * scales.to(self.losses.dtype)).sum()
-        for total, gradient in zip(sums, self._engine.second(weighted), strict=True):
-            if gradient is not None:
-                total += gradient
+    def add_to(self, sums: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        """Add the sum of the rows' gradients times each parameter's `scales` (B,), by a backward pass for
+        each group.
+        """
+        for group in range(1 + max(self._groups)):
+            places = [place for place, its in enumerate(self._groups) if its == group]
+            with torch.enable_grad():
+                weighted = (self.losses * scales[places[0]].to(self.losses.dtype)).sum()
+            for place, gradient in zip(places, self._engine.second(weighted, places), strict=True):
+                if gradient is not None:
+                    sums[place] += gradient
 
 
 class Ghost(_Opacus):
@@ -258,9 +270,12 @@ class Ghost(_Opacus):
             )
         losses = self._pass(batch, labels, units, precision, keep_graph=True)
         norms = [vars(p).pop("_norm_sample", None) for p in self._slm.trained()]
-        return _Graph(self, losses, [norm for norm in norms if norm is not None])
+        return _Graph(self, losses, norms)
 
-    def second(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """Gradients of all trained parameters."""
+    def second(self, loss: Tensor, places: Sequence[int]) -> Sequence[Tensor | None]:
+        """Gradients of some of the trained parameters; the graph is kept."""
+        trained = self._slm.trained()
         with _unwarned():
-            return torch.autograd.grad(loss, self._slm.trained(), allow_unused=True)
+            return torch.autograd.grad(
+                loss, [trained[place] for place in places], retain_graph=True, allow_unused=True
+            )

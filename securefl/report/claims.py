@@ -47,7 +47,7 @@ def whose(claim: Claimed) -> str:
         column = clean(unit, 64)
         named = column.removesuffix("_id")
         who = f"one {named.replace('_', ' ')} ({column})" if named not in ("", column) else f"one {column}"
-        rows = " with all its rows"
+        rows = " with all its rows of a silo"
     return f"{who}{rows}, {'exchanged for another' if exchanged else 'there or not'}"
 
 
@@ -134,6 +134,34 @@ def composed(client: ClientRow) -> str:
     else:
         how = "as zero-concentrated DP" if zcdp else "as one Gaussian mechanism, without a loss"
     return f"{joined(parts)}, composed {how}"
+
+
+def cautions(result: Result) -> list[str]:
+    """Sentences on what weakens a run's claims or its method and would not be seen in its figures."""
+    found = [withheld(result), _few_clusters(result)]
+    if result.shared_units:
+        unit = clean(str(result.config.get("data", {}).get("unit")), 64)
+        found.append(
+            f"{count(result.shared_units, 'value')} of {unit} in rows of more than one silo: "
+            "each silo's ε is about its own rows of them, and for them the silos' ε add up."
+        )
+    return [words for words in found if words is not None]
+
+
+def _few_clusters(result: Result) -> str | None:
+    """A sentence where silos shared fewer centroids than there are clusters, but some."""
+    clusters = result.config.get("fedkc", {}).get("clusters")
+    shared = {
+        client.name: [one.centroids for one in client.releases if one.centroids] for client in result.clients
+    }
+    few = {name: min(found) for name, found in shared.items() if found and min(found) < (clusters or 0)}
+    if not few:
+        return None
+    why = "the others were empty or below privacy.centroids.min_size"
+    if any(r.centroids and is_private(r.claim) for c in result.clients for r in c.releases):
+        why += "; under a claim a row goes to the nearest of public texts, and one of them may be near to all"
+    names = ", ".join(f"{name} {least}" for name, least in few.items())
+    return f"Of {clusters} clusters' centroids these silos shared, at the least: {names}; {why}."
 
 
 def withheld(result: Result) -> str | None:

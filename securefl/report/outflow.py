@@ -149,11 +149,7 @@ def _totals(results: Sequence[Result]) -> list[Block]:
 
 
 def _cautions(results: Sequence[Result]) -> list[Note]:
-    held = [
-        Note(f"Withheld ({run_name(r)}).", words, "caution")
-        for r in results
-        if (words := claims.withheld(r)) is not None
-    ]
+    held = [Note(f"Mind ({run_name(r)}).", words, "caution") for r in results for words in claims.cautions(r)]
     exact = [run_name(r) for r in results if claims.unbounded_weights(r)]
     if not exact:
         return held

@@ -127,7 +127,8 @@ def test_claims_of_the_inventory_in_words() -> None:
     assert (cell.text, [badge.text for badge in cell.badges]) == ("ε 5.88", ["simulated"])
     assert (
         cell.detail
-        == "at δ = 0.001, training by DP-SGD, for one patient (patient_id) with all its rows, there or not"
+        == "at δ = 0.001, training by DP-SGD, for one patient (patient_id) with all its rows of a silo, "
+        "there or not"
     )
     counts = {"mechanism": "gaussian-counts", "epsilon": 1.0, "delta": 1e-3, "adjacency": "replace-one"}
     assert claim_cell(counts).detail == "at δ = 0.001, noised scores, for one row, exchanged for another"

@@ -86,7 +86,7 @@ def _private(slm: Slm, engine: Engine) -> Iterator[Callable[[], None]]:
 
         def step() -> None:
             flat.zero_()
-            gradients.add(batch, labels, units, CLIP, sums)
+            gradients.add(batch, labels, units, [CLIP], sums)
             add_gaussian(flat, CLIP * NOISE, os.urandom(32), THREADS)
             flat.div_(ROWS)
             for parameter, total in zip(slm.trained(), sums, strict=True):
