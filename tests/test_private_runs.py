@@ -319,7 +319,7 @@ def test_the_card_inspect_and_the_report_say_it(
         "each row of a silo",
         "add-remove",
         "poisson, rate 0.25, 8 steps",
-        "| clip (L2) | 1 |",
+        "| clip (L2) | 1, of whose square 0.5 is the head's |",
         "noise multiplier",
         "prv (opacus",
         "dp-accounting",
