@@ -4,8 +4,8 @@ The noise of a training is as long as the model at every step, so it has to be q
 predict it would see the gradients. Arrays in, arrays out; where the key comes from is `privacy`'s matter.
 
 Method of Box and Muller (1958): with u and v uniform, sqrt(-2 ln u) (cos 2 pi v, sin 2 pi v) are two
-independent standard normal numbers. u has 52 bits, so that the largest number possible is above 8.5: the
-probability of what lies beyond is below 2e-17 a number. With 32 bits it would be 6.8, and the millions of
+independent standard normal numbers. u has 64 bits, so that the largest number possible is above 9.4:
+the probability of what lies beyond is below 6e-21 a number. With 32 bits it would be 6.8, and the millions of
 numbers of one step would miss what lies beyond that. v has 32 bits. ln u is taken in float64: float32 has no
 numbers between 1 - 2^-24 and 1, so that one pair in thirty million would be 0, and no noise. Results are
 float32, as the weights are, so their last bits are those of float32's rounding (Mironov 2012 shows what an
@@ -28,7 +28,7 @@ from securefl.crypto.masks import SEED_BYTES, Keystream, in_parts
 from securefl.errors import WrongShape
 
 _CHUNK = 1 << 17  # numbers at a time: few enough for the cache, many enough that calls cost nothing
-_BITS = 52  # of u
+_BELOW_ONE = 1 - 2.0**-53
 _PAIR_BYTES = 12  # 8 for u and 4 for v, which give two numbers
 
 
@@ -86,9 +86,9 @@ class _Pairs:
         half = _CHUNK // 2
         self._zeros = np.zeros(half * _PAIR_BYTES, np.uint8)
         self.stream = np.empty_like(self._zeros)
-        self._first = self.stream[: 8 * half].view("<i8")
+        self._first = self.stream[: 8 * half].view("<u8")
         self._second = self.stream[8 * half :].view("<i4")
-        self._bits, self._log = np.empty(half, np.int64), np.empty(half, np.float64)
+        self._log = np.empty(half, np.float64)
         self._radius, self._angle, self._spare = (np.empty(half, np.float32) for _ in range(3))
 
     def add_to(self, part: Tensor, source: Keystream, deviation: float) -> None:
@@ -106,10 +106,9 @@ class _Pairs:
     def numbers(self, deviation: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Of the stream as it is: radius times cosine, and radius times sine."""
         log, radius, angle, spare = self._log, self._radius, self._angle, self._spare
-        np.bitwise_and(self._first, 2**_BITS - 1, out=self._bits)
-        # Half a step, which float64 holds exactly with 52 bits, keeps u from being 0 or 1.
-        np.add(self._bits, 0.5, out=log)
-        log *= 2.0**-_BITS
+        np.multiply(self._first, 2.0**-64, out=log)
+        log += 2.0**-65  # u is never 0, and never 1, the next float64 below which stands for it
+        np.minimum(log, _BELOW_ONE, out=log)
         np.log(log, out=log)
         log *= -2 * deviation**2
         np.sqrt(log, out=radius, casting="same_kind")
