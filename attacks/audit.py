@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from attacks import membership, tokens
+from attacks.audit_note import audit_note
 from attacks.audit_report import write_audit_report
 from attacks.bounds import proposition_1
 from attacks.figures import (
@@ -30,6 +31,7 @@ from attacks.figures import (
 from attacks.findings import Audit, AuditedRelease
 from attacks.judgement import Book, attacks_left, judge
 from attacks.runs import CENTROIDS, Recorded, Run, Texts, open_recorded
+from attacks.signature import SIGNATURE
 from securefl.errors import ProtocolError, UsageError
 from securefl.files import write_atomic
 from securefl.local import public_seeds
@@ -74,8 +76,8 @@ def split_pool(pool: Texts, seed: int) -> tuple[Texts, Texts]:
 def audit(run_dir: Path | str, out: Path | str | None = None, progress: Progress | None = None) -> Audit:
     """Attack every recorded centroid release of a run. Deterministic in the run's seed.
 
-    out: a folder for audit.json and report.html (audit.html inside the run's own folder), each written whole
-    or not at all; None writes nothing.
+    out: a folder for the files that `audit_files` names, each written whole or not at all; None writes
+    nothing.
     progress: called with the share done and what is being done.
     Raises UsageError for a folder that is no run, ProtocolError for a release that was changed or names an
     encoder that cannot be found, SecureflError for vectors that no attack could tell apart.
@@ -110,9 +112,13 @@ def audit(run_dir: Path | str, out: Path | str | None = None, progress: Progress
     return result
 
 
-def report_name(run_dir: Path, out: Path) -> str:
-    """The report's file name in `out`: a run's own folder has a report.html already, which is kept."""
-    return "audit.html" if Path(out).resolve() == Path(run_dir).resolve() else "report.html"
+def audit_files(run_dir: Path, out: Path) -> tuple[str, str, str]:
+    """The files of an audit in `out`: findings, report and note.
+
+    A run's own folder has a report.html already, which is kept.
+    """
+    own = Path(out).resolve() == Path(run_dir).resolve()
+    return "audit.json", "audit.html" if own else "report.html", "audit.md"
 
 
 def _write(result: Audit, run_dir: Path, out: Path) -> None:
@@ -120,8 +126,12 @@ def _write(result: Audit, run_dir: Path, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{out}: cannot be made ({os.strerror(error.errno or 0)})") from error
-    write_atomic(out / "audit.json", (result.to_json() + "\n").encode())
-    write_audit_report(result, out / report_name(run_dir, out))
+    findings, report, note = audit_files(run_dir, out)
+    # A signature that is there is of other files than these.
+    (out / SIGNATURE).unlink(missing_ok=True)
+    write_atomic(out / findings, (result.to_json() + "\n").encode())
+    write_audit_report(result, out / report)
+    write_atomic(out / note, audit_note(result).encode())
 
 
 def _inventory(run: Run, one: Recorded, release: Release | None) -> AuditedRelease:

@@ -6,11 +6,14 @@ Exit codes are those of `securefl`; 4 also where a finding violates its claim, a
 from __future__ import annotations
 
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from securefl.commands.keys import PassphraseFile
 from securefl.console import ERR, OUT, Json, new_app, progress_bar, run_app
 from securefl.errors import UsageError
 from securefl.files import check_out
@@ -31,16 +34,30 @@ def main() -> None:
 @app.command(epilog="Example: securefl-audit run my-run --out my-run-audit")
 def run(
     run_dir: Annotated[Path, typer.Argument(help="Folder that a simulation wrote.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Folder for audit.json and the report.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(help="Folder for audit.json, the report and the note.", show_default=False)
+    ],
+    identity: Annotated[
+        Path | None,
+        typer.Option(metavar="KEY", help="Sign the files with this private file of `securefl keygen`."),
+    ] = None,
+    passphrase_file: PassphraseFile = None,
     as_json: Json = False,
 ) -> None:
-    """Attack every recorded release of a run and write audit.json and an HTML report."""
-    from attacks.audit import audit, report_name
+    """Attack every recorded release of a run and write audit.json, an HTML report and a note in Markdown.
+
+    The files hold no text of a silo. With --identity they are signed: `securefl-audit verify` checks that.
+    """
+    from attacks.audit import audit, audit_files
     from attacks.audit_report import attack_table
     from attacks.audit_words import answers, not_attacked
+    from attacks.signature import sign_audit
+    from securefl.commands.keys import open_identity
     from securefl.report.page import count
 
     out = check_out(out) if out.resolve() != run_dir.resolve() else out
+    # Asked for before the work: a wrong passphrase must not come after it.
+    signer = None if identity is None else open_identity(identity, passphrase_file)[0]
     with progress_bar(1.0) as move:
         done = 0.0
 
@@ -50,6 +67,8 @@ def run(
             done = share
 
         result = audit(run_dir, out, to)
+    if signer is not None:
+        sign_audit(out, audit_files(run_dir, out), signer, int(time.time()))
     if as_json:
         sys.stdout.write(result.to_json() + "\n")
     else:
@@ -62,10 +81,33 @@ def run(
         untouched = [] if result.findings else not_attacked([(result.method, result)])
         for sentence in (*untouched, result.warning):
             OUT.print(sentence, highlight=False)
-        OUT.print(str(out / report_name(run_dir, out)), highlight=False, soft_wrap=True, markup=False)
+        report = out / audit_files(run_dir, out)[1]
+        OUT.print(str(report), highlight=False, soft_wrap=True, markup=False)
     if any(finding.verdict == "violates_claim" for finding in result.findings):
         ERR.print("securefl-audit: a finding lies above the cap of its claim", highlight=False)
         raise typer.Exit(VIOLATION)
+
+
+@app.command(epilog="Example: securefl-audit verify my-run-audit --card auditor.card.json")
+def verify(
+    audit_dir: Annotated[Path, typer.Argument(help="Folder that `run` wrote.", show_default=False)],
+    card: Annotated[Path, typer.Option(help="The auditor's card, compared with its holder.")],
+    as_json: Json = False,
+) -> None:
+    """Check that an audit's files are as the auditor signed them. Exit code 4 where they are not."""
+    from attacks.signature import verify_audit
+    from securefl.crypto.identity import Card
+
+    holder = Card.load(card)
+    signed = verify_audit(audit_dir, holder)
+    if as_json:
+        sys.stdout.write(signed.model_dump_json(indent=2) + "\n")
+        return
+    when = datetime.fromtimestamp(signed.time, UTC).isoformat(timespec="seconds")
+    OUT.print(
+        f"signed by {holder.name} ({holder.short_fingerprint}) at {when}: {', '.join(sorted(signed.files))}",
+        highlight=False, soft_wrap=True, markup=False,
+    )  # fmt: skip
 
 
 @app.command(

@@ -23,7 +23,9 @@ from attacks.figures import Figure
 from attacks.findings import Audit
 from attacks.judgement import Book, judge
 from attacks.runs import Run
+from attacks.signature import SIGNATURE, verify_audit
 from securefl.console import run_app
+from securefl.crypto.identity import Identity
 from securefl.errors import ModelError, PayloadError, ProtocolError, SecureflError, UsageError
 from securefl.models import Slm, load_slm
 from securefl.release import Adjacency, NonPrivate, Release, encode_release
@@ -401,6 +403,24 @@ def test_command_prints_one_json_document(pooled: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == json.loads((tmp_path / "out" / "audit.json").read_text(encoding="utf-8"))
+
+
+def test_command_signs_what_it_wrote(pooled: Path, tmp_path: Path) -> None:
+    """Report, findings and note; a second audit into the same folder takes the old signature away."""
+    auditor, out = Identity.generate("auditor"), tmp_path / "out"
+    auditor.save(tmp_path / "auditor.key", b"correct horse")
+    (tmp_path / "words").write_text("correct horse")
+    (tmp_path / "words").chmod(0o600)
+    command = ["run", str(pooled), "--out", str(out)]
+    key = ["--identity", str(tmp_path / "auditor.key"), "--passphrase-file", str(tmp_path / "words")]
+    assert run_app(cli.app, "securefl-audit", [*command, *key]) == 0
+    assert set(verify_audit(out, auditor.card).files) == {"audit.json", "report.html", "audit.md"}
+    assert "| singling out | leaks |" in (out / "audit.md").read_text(encoding="utf-8")
+    (tmp_path / "words").write_text("wrong")
+    assert run_app(cli.app, "securefl-audit", [*command, *key]) == 2
+    assert verify_audit(out, auditor.card), "a wrong passphrase is found out before anything is done"
+    assert run_app(cli.app, "securefl-audit", command) == 0
+    assert not (out / SIGNATURE).exists()
 
 
 def test_command_prints_a_table(pooled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

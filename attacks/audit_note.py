@@ -1,0 +1,87 @@
+"""An audit as a note for the file: one page of Markdown that says what the report says first.
+
+It shows what an `Audit` object holds and no text of anybody; it must not run an attack or read a run folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from attacks.audit_report import audit_summary, worst_rows
+from attacks.audit_words import answers, metric_words, not_attacked, verdict_of
+from attacks.findings import Audit
+from securefl.report.page import accuracy, clean, count, epsilon, interval
+
+_MOST_REASONS = 40
+# What Markdown, or the HTML that it is made into, would take for more than a letter.
+_SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
+
+
+def _plain(text: str, most: int = 200) -> str:
+    return _SPECIAL.sub(r"\\\1", clean(text, most))
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def audit_note(audit: Audit) -> str:
+    """Markdown: the summary, the three questions, the worst finding of each attack, bounds, what was not run.
+
+    Names and reasons come from files that others wrote; they are cut and escaped.
+    """
+    name = clean(audit.method, 40)
+    lines = [
+        f"# Audit of run {_plain(audit.run, 64)}, method {_plain(name)}, seed {audit.seed}",
+        "",
+        _plain(audit_summary([(name, audit)]), 4000),
+        "",
+        f"{count(len(audit.releases), 'release')} audited.",
+        "",
+        "## The three questions",
+        "",
+        *_table(("question", "answer"), [(word, badge.text) for word, badge in answers(audit)]),
+    ]
+    if audit.findings:
+        rows = []
+        for row in worst_rows([(name, audit)]):
+            f = row.worst
+            claim = "none" if f.claim_epsilon is None else epsilon(f.claim_epsilon)
+            shown = "" if f.epsilon_lower_bound is None else epsilon(f.epsilon_lower_bound)
+            rows.append((
+                f"{f.number}: {_plain(f.attack, 60)}", _plain(metric_words(f.metric)),
+                f"{_plain(f.silo, 32)}, round {f.round}", f"{accuracy(f.value)}, {_plain(interval(f.ci))}",
+                accuracy(f.baseline), "" if f.cap is None else accuracy(f.cap), claim, shown,
+                verdict_of(f).text,
+            ))  # fmt: skip
+        heads = (
+            "attack", "figure", "worst at", "value, 95 %", "guessing", "cap of the claim", "ε claimed",
+            "ε at least", "verdict",
+        )  # fmt: skip
+        lines += ["## What an attacker could read, at worst", "", *_table(heads, rows)]
+    if audit.bounds:
+        kept = [
+            (
+                _plain(b.name),
+                f"{b.bound:.4g}",
+                f"{b.measured:.4g}",
+                "yes" if b.holds else "no",
+                "yes" if b.vacuous else "no",
+            )
+            for b in audit.bounds[:_MOST_REASONS]
+        ]
+        lines += ["## The papers' propositions", ""]
+        lines += _table(("proposition", "bound", "measured", "holds", "says nothing"), kept)
+    if audit.not_run:
+        lines += ["## Not run", ""]
+        lines += [f"- {_plain(one.attack, 60)}: {_plain(one.why)}" for one in audit.not_run[:_MOST_REASONS]]
+        left = len(audit.not_run) - _MOST_REASONS
+        lines += [f"- {left} more, in audit.json"] if left > 0 else []
+        lines += [""]
+    lines += [_plain(sentence, 400) for sentence in not_attacked([(name, audit)])]
+    versions = ", ".join(
+        f"{_plain(key, 40)} {_plain(value, 60)}" for key, value in sorted(audit.versions.items())
+    )
+    return "\n".join([*lines, "", f"Made by securefl-audit with {versions}.", ""])
