@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from securefl.errors import SecureflError
+
 Role = Literal["outsider", "server", "peer", "auditor"]
 
 
@@ -41,3 +43,18 @@ TOKENS = Adversary(
     knowledge=("the public token table", "frequencies of tokens in other text of the same kind", _CLAIM),
     nist="privacy attack: data reconstruction (2024 edition, section 2.4.1)",
 )
+CANARIES = Adversary(
+    role="auditor",
+    sees="the pooled centroids of one more release, with the auditor's canary texts in it",
+    knowledge=(
+        "the canaries, though not which of them the coins put in",
+        "all other rows of the silo",
+        _ENCODER,
+        _CLAIM,
+    ),
+    nist="privacy attack: membership inference, as an audit (2024 edition, section 2.4.2)",
+)
+
+
+class NotEnough(SecureflError):
+    """An attack has too little to work on; the reason goes under `not_run`, never a score of 0."""

@@ -27,6 +27,7 @@ MEANINGS = {
     "for one",
     "token_recall": "token recall: share of the words written down correctly",
     "token_f1": "token F1: the same, wrong words counted against it",
+    "guesses_right": "guesses right: share of the auditor's guesses which texts were put in that were right",
     "rare_token_recall": "rare token recall: of words that no other text has",
 }
 WORDS = (
@@ -64,15 +65,10 @@ def verdict_of(finding: Finding) -> Badge:
 
 def answers(audit: Audit) -> list[tuple[str, Badge]]:
     """The three questions with their answers; one that no finding bears on was not tested."""
-    tested = {
-        "singling out": any(f.number == 1 or f.metric == "rare_token_recall" for f in audit.findings),
-        "linkability": bool(audit.findings),
-        "inference": any(f.number != 1 for f in audit.findings),
-    }
-    given = (audit.verdicts.singling_out, audit.verdicts.linkability, audit.verdicts.inference)
+    tested = {question for finding in audit.findings for question in finding.bears_on}
     return [
-        (question, VERDICTS[verdict] if seen else Badge("not tested"))
-        for (question, seen), verdict in zip(tested.items(), given, strict=True)
+        (question.replace("_", " "), VERDICTS[verdict] if question in tested else Badge("not tested"))
+        for question, verdict in audit.verdicts
     ]
 
 

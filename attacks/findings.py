@@ -11,6 +11,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Verdict = Literal["none_shown", "leaks", "violates_claim"]
+# Of the European guidance on anonymisation (WP 216): can one row be told from all others; can a text held
+# elsewhere be tied to this silo's rows; can content be read that was not known before?
+Question = Literal["singling_out", "linkability", "inference"]
 
 
 class _Row(BaseModel):
@@ -37,7 +40,9 @@ class Finding(_Row):
     value, baseline and ci are in the metric's unit; ci is a 95 % interval. baseline: what guessing without
     the release scores. cap: the most the claim allows on this metric, None with `cap_reason` where it bounds
     nothing. verdict: `leaks` where the interval lies above the baseline, `violates_claim` above the cap.
-    claim_epsilon None means no finite epsilon was claimed.
+    claim_epsilon None means no finite epsilon was claimed. bears_on: which questions it answers. control:
+    what the same attack scores where it has nothing to find: on rows that were not in the data, or on a
+    release without any; None where there is no such run.
     """
 
     attack: str
@@ -58,6 +63,8 @@ class Finding(_Row):
     epsilon_lower_bound: float | None
     adjacency: str | None = None
     verdict: Verdict
+    bears_on: list[Question] = []
+    control: float | None = None
     details: dict[str, Any] = {}
 
 

@@ -206,8 +206,11 @@ def make_finding(**changes: Any) -> Finding:
         "epsilon_lower_bound": 1.74,
         "adjacency": "replace-one",
         "verdict": "leaks",
+        "bears_on": ["singling_out", "linkability"],
         "details": {},
     }
+    if changes.get("number") == 2:
+        values["bears_on"] = ["inference", "linkability"]
     return Finding(**(values | changes))
 
 

@@ -90,6 +90,11 @@ def _config(slm: Slm, recipe: Recipe) -> dict[str, Any]:
         "fedkc": {"clusters": recipe.clusters, "compose": recipe.layer},
         "protection": {"models": "sealed"},
     }
+    if recipe.noise is not None:
+        terms = {"noise_multiplier": recipe.noise, "min_size": recipe.min_size, "clip": recipe.clip}
+        document["privacy"] = {"centroids": terms, "adjacency": recipe.adjacency}
+        if recipe.per_unit > 1:
+            document["data"]["unit"] = "patient_id"
     return parse_config(document).model_dump(mode="json")
 
 

@@ -387,7 +387,7 @@ def test_one_of_many_findings_does_not_leak_by_chance(pooled: Path) -> None:
         from securefl.release import NonPrivate
 
         return Figure("membership", 1, MEMBERSHIP, "t", "auc", 0.6, interval, 0.5, None, "none", 99, None,
-                      None, recorded, NonPrivate(reason="x"), {})  # fmt: skip
+                      None, recorded, NonPrivate(reason="x"), {}, ("singling_out",), None)  # fmt: skip
 
     result = judge(run, [], Book(figures=[figure(0.51)] + [figure(0.4)] * 19))
     assert result.findings[0].verdict == "leaks"

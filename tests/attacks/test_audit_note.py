@@ -36,7 +36,16 @@ def test_an_audit_of_nothing_has_a_note() -> None:
 
 
 def test_hostile_names_stay_in_their_cell() -> None:
-    kept = ("schema", "verdict", "mechanism", "singling_out", "linkability", "inference", "metric")
+    kept = (
+        "schema",
+        "bears_on",
+        "verdict",
+        "mechanism",
+        "singling_out",
+        "linkability",
+        "inference",
+        "metric",
+    )
 
     def poison(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):

@@ -182,6 +182,7 @@ def test_hostile_audits_are_shown_and_never_obeyed(tmp_path: Path) -> None:
         if isinstance(value, list | tuple):
             return [poison(entry, key) for entry in value]
         kept = (
+            "bears_on",
             "schema",
             "verdict",
             "mechanism",
