@@ -5,11 +5,12 @@
 
 For every seed a sample of the training rows, as one silo would hold them, is trained on without noise and by
 DP-SGD at each epsilon, and judged on test rows that nobody trains on. Two recipes: `default` leaves every
-setting of `[slm]` and `dp_sgd` as it is, `lora` trains an adapter and the head. Each run is a file of its
-own in OUT, written when it is finished, so a second call does only what is left; then the table is printed:
-means over seeds with 95 % intervals (Student's t), and which share of what training gains over always
-answering with the commonest label is kept. The noise is the operating system's, so the claims are real ones
-and no two calls of a run would give the same figure.
+setting of `[slm]` and `dp_sgd` as it is, `lora` trains an adapter and the head. A third, `probe`, is what is
+to be had without touching the encoder: logistic regression on its vectors, without noise. Each run is a file
+of its own in OUT, written when it is finished, so a second call does only what is left; then the table is
+printed: means over seeds with 95 % intervals (Student's t), and which share of what training gains over
+always answering with the commonest label is kept. The noise is the operating system's, so the claims are real
+ones and no two calls of a run would give the same figure.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import t as student
+from sklearn.linear_model import LogisticRegression
 
 from securefl.config import Config, parse_config
 from securefl.data import Corpus, Rows, load_corpus
 from securefl.files import write_atomic
 from securefl.local import derive_seed, starting_slm, train_locally
 from securefl.privacy import noise_source
-from securefl.training import probabilities
+from securefl.training import embed, probabilities
 
 RECIPES: dict[str, dict[str, Any]] = {
     "default": {},
     "lora": {"lora": {"r": 8}},
+    "probe": {},
 }
 
 
@@ -71,10 +74,15 @@ def run(options: argparse.Namespace, recipe: str, epsilon: float | None, seed: i
     rows, test = all_rows(corpus), corpus.test.take(range(min(options.test_rows, len(corpus.test))))
     slm = starting_slm(options.model, corpus.labels, config)
     began = time.monotonic()
-    claim = train_locally(
-        slm, rows, config, config.slm.epochs, derive_seed(seed, "train"), noise_source(None)
-    )
-    right = probabilities(slm, test.texts).argmax(axis=1) == test.labels
+    claim = None
+    if recipe == "probe":
+        vectors, unseen = embed(slm, rows.texts, "pooled"), embed(slm, test.texts, "pooled")
+        fitted = LogisticRegression(C=0.1, max_iter=1000).fit(vectors, rows.labels)
+        right = fitted.predict(unseen) == test.labels
+    else:
+        train_seed = derive_seed(seed, "train")
+        claim = train_locally(slm, rows, config, config.slm.epochs, train_seed, noise_source(None))
+        right = probabilities(slm, test.texts).argmax(axis=1) == test.labels
     return {
         "recipe": recipe,
         "epsilon": epsilon,
@@ -150,7 +158,7 @@ def main() -> None:
     results = []
     for seed in range(options.seeds):
         for recipe in options.recipes:
-            for epsilon in (None, *options.epsilons):
+            for epsilon in (None, *(options.epsilons if recipe != "probe" else ())):
                 place = options.out / f"{options.name}-{recipe}-{epsilon or 'none'}-{seed}.json"
                 if not place.exists():
                     result = run(options, recipe, epsilon, seed)
