@@ -228,13 +228,13 @@ def attack(
 
     invented = [(0.5, 0.0, 1.0)]
     if all(len(side) > 1 for side in sides):
-        drawn = [both(likelihood_ratios, _invent(target, background, rng)) for _ in range(_ENCODER_DRAWS)]
+        drawn = [both(likelihood_ratios, invent(target, background, rng)) for _ in range(_ENCODER_DRAWS)]
         invented = [(auc(*pair), *auc_interval(*pair)) for pair in drawn]
     value, low, high = np.mean(invented, axis=0).tolist()
     return Scores(both(likelihood_ratios, target), both(dot_products, target), (value, low, high))
 
 
-def _invent(target: Target, background: Background, rng: np.random.Generator) -> Target:
+def invent(target: Target, background: Background, rng: np.random.Generator) -> Target:
     """A release with the same sizes and noise, made of the background alone."""
     centroids = []
     for cell in range(len(target.centroids)):

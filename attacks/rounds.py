@@ -92,7 +92,7 @@ def attack(rounds: Sequence[Round], rng: np.random.Generator) -> Scores:
     if all(len(side) > 1 for side in ratio):
         drawn = []
         for _ in range(_ENCODER_DRAWS):
-            aims = [membership._invent(one.target, one.background, rng) for one in fitted]
+            aims = [membership.invent(one.target, one.background, rng) for one in fitted]
             drawn.append(_summed(likelihood_ratios, fitted, aims))
         invented = [(auc(*pair), *auc_interval(*pair)) for pair in drawn]
     value, low, high = np.mean(invented, axis=0).tolist()
