@@ -303,6 +303,22 @@ def make_audit(method: str = "fedkc", noise: bool = False, embeddings: bool = Fa
     )
 
 
+def poisoned_audit(hostile: str) -> Audit:
+    """An audit with `hostile` before every string that its schema leaves free, each thousands of letters."""
+    fixed = ("schema", "verdict", "bears_on", "mechanism", "metric", "attack")
+    fixed += ("singling_out", "linkability", "inference")
+
+    def poison(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: poison(v, k) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [poison(entry, key) for entry in value]
+        free = isinstance(value, str) and key not in fixed
+        return f"{hostile} {value}{'x' * 3000}" if free else value
+
+    return Audit.model_validate(poison(make_audit(embeddings=True).model_dump(by_alias=True)))
+
+
 def make_audits() -> list[tuple[str, Audit]]:
     return [
         ("fedkc-pooled", make_audit()),

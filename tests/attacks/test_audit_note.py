@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from attacks.audit_note import audit_note
 from attacks.audit_report import worst_rows
-from attacks.findings import Audit
 from securefl.report.page import accuracy, interval
-from tests.samples import make_audit
+from tests.samples import make_audit, poisoned_audit
 from tests.test_report import HOSTILE, OVERRIDE
 
 
@@ -36,27 +33,7 @@ def test_an_audit_of_nothing_has_a_note() -> None:
 
 
 def test_hostile_names_stay_in_their_cell() -> None:
-    kept = (
-        "schema",
-        "bears_on",
-        "verdict",
-        "mechanism",
-        "singling_out",
-        "linkability",
-        "inference",
-        "metric",
-    )
-
-    def poison(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {k: poison(v, k) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [poison(entry, key) for entry in value]
-        if key in kept or not isinstance(value, str):
-            return value
-        return f"{HOSTILE}{OVERRIDE}\n\n# Heading | <b>x</b> [link](http://x) {value}{'x' * 3000}"
-
-    audit = Audit.model_validate(poison(make_audit(embeddings=True).model_dump(by_alias=True)))
+    audit = poisoned_audit(f"{HOSTILE}{OVERRIDE}\n\n# Heading | <b>x</b> [link](http://x)")
     note = audit_note(audit)
     assert len(note) < 60_000
     assert not set(note) & {"\u202e", "\x1b", "\x00"}

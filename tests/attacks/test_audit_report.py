@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,7 +14,7 @@ from attacks.audit_words import WORDS, answers, claim_cell, not_attacked
 from attacks.findings import Audit, NotRun
 from securefl.report import page
 from securefl.report.render import write_comparison_report
-from tests.samples import make_audit, make_audits, make_finding, make_results
+from tests.samples import make_audit, make_audits, make_finding, make_results, poisoned_audit
 from tests.test_report import HOSTILE, OVERRIDE, check
 
 
@@ -176,29 +175,7 @@ def test_the_same_audit_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_hostile_audits_are_shown_and_never_obeyed(tmp_path: Path) -> None:
-    def poison(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {k: poison(v, k) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [poison(entry, key) for entry in value]
-        kept = (
-            "bears_on",
-            "schema",
-            "verdict",
-            "mechanism",
-            "singling_out",
-            "linkability",
-            "inference",
-            "metric",
-            "attack",
-        )
-        return (
-            value
-            if key in kept or not isinstance(value, str)
-            else f"{HOSTILE}{OVERRIDE}😀 {value}{'x' * 3000}"
-        )
-
-    audit = Audit.model_validate(poison(make_audit(embeddings=True).model_dump(by_alias=True)))
+    audit = poisoned_audit(f"{HOSTILE}{OVERRIDE}😀")
     write_audit_report(audit, tmp_path / "audit.html")
     check(tmp_path / "audit.html")
     raw = (tmp_path / "audit.html").read_text(encoding="utf-8")

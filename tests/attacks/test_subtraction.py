@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,23 +14,16 @@ from attacks.membership import Target
 from attacks.subtraction import Part
 from securefl.centroid_privacy import clip_rows
 from securefl.errors import SecureflError
-from securefl.release import Claim, DpSgd, GaussianSums, NonPrivate
+from securefl.release import Claim, DpSgd, GaussianSums
+from tests.attacks import synthetic
+from tests.attacks.synthetic import PLAIN
 
-PLAIN = NonPrivate(reason="a test")
 WIDTH = 16
 CLIP = 3.0
-SCALE = np.linspace(0.3, 1.5, WIDTH)
 
 
-def rows(count: int, rng: np.random.Generator) -> membership.Vectors:
-    return np.asarray(rng.standard_normal((count, WIDTH)) * SCALE + 0.2)
-
-
-def claim(sigma: float, counts: float = 1.0) -> GaussianSums:
-    return GaussianSums(
-        epsilon=1.0, delta=1e-5, mu=1 / sigma, clip=CLIP, noise_multiplier=sigma, count_multiplier=counts,
-        prediction_multiplier=1e6, generator="test", simulated=True,
-    )  # fmt: skip
+rows = partial(synthetic.rows, width=WIDTH)
+claim = partial(synthetic.claim, clip=CLIP)
 
 
 def part(data: membership.Vectors, terms: Claim, rng: np.random.Generator, share: float = 1.0) -> Part:
