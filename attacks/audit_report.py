@@ -123,6 +123,14 @@ def _leak_words(finding: Finding) -> str:
         guess += f", at most by the claim: {finding.cap:.0%}"
     if is_membership(finding):
         return f"{who} told a silo's row from a stranger's in {value} of pairs (guessing: {guess})"
+    if finding.metric == "guesses_right":
+        shown, held = finding.epsilon_lower_bound, ""
+        claimed = finding.details.get("claim_epsilon_add_remove")  # of the game, whatever the claim compares
+        if shown is not None and isinstance(claimed, int | float):
+            held = f", which proves ε {epsilon(shown)} of the claimed {epsilon(float(claimed))}"
+        return (
+            f"{who} was right in {value} of guesses which canary texts were put in (guessing: {guess}){held}"
+        )
     if is_recall(finding):
         return f"{who} read back {value} of the words of a group of texts (guessing: {guess})"
     figures = f"{accuracy(finding.value)} (guessing: {accuracy(finding.baseline)})"

@@ -27,7 +27,8 @@ MEANINGS = {
     "for one",
     "token_recall": "token recall: share of the words written down correctly",
     "token_f1": "token F1: the same, wrong words counted against it",
-    "guesses_right": "guesses right: share of the auditor's guesses which texts were put in that were right",
+    "guesses_right": "guesses right: of the auditor's guesses which canary texts coins had put in (as few as "
+    "its bound needs), those that were right",
     "rare_token_recall": "rare token recall: of words that no other text has",
 }
 WORDS = (
@@ -43,6 +44,11 @@ WORDS = (
      "hundred is taken for one."),
     ("AUC", "How well members are told from others: 0.5 is a coin, 1.0 is always right."),
     ("Token recall", "The share of the words of a group of texts that the attacker wrote down correctly."),
+    ("Canary, one-run audit, guesses right", "Attack 4 makes a release once more with texts of the auditor's "
+     "own, canaries, each put in or left out by a coin. From what comes out the auditor guesses some of the "
+     "coins. How many guesses are right proves a lower bound on ε, of a row being there or not."),
+    ("Claim held", "The attack found something, and no more than the claimed ε allows: by the cap, or for "
+     "attack 4 by the lower bound that its guesses prove."),
     ("Singling out", "Telling whether one row is among those behind a release."),
     ("Linkability", "Telling that two releases, or a release and a known record, concern the same row."),
     ("Inference", "Deducing what a row says, or an attribute of it."),
@@ -58,7 +64,7 @@ def metric_words(metric: str) -> str:
 
 def verdict_of(finding: Finding) -> Badge:
     """The verdict of a figure, and whether a claim that bounds it held: a leak may be what was allowed."""
-    if finding.verdict == "leaks" and finding.cap is not None:
+    if finding.verdict == "leaks" and finding.claim_compared:
         return Badge("leaks, claim held", "caution")
     return VERDICTS[finding.verdict]
 

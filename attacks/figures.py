@@ -29,7 +29,7 @@ class Figure:
 
     bears_on: the questions it answers. control: what the same attack scores where it has nothing to find, on
     rows that were not in the data or a release without any. broken: whether the claim is refuted at
-    confidence 1 - alpha by other means than the cap.
+    confidence 1 - alpha by other means than the cap; None where there are none.
     """
 
     attack: str
@@ -50,11 +50,12 @@ class Figure:
     details: Mapping[str, Any]
     bears_on: tuple[Question, ...]
     control: float | None
-    broken: Callable[[float], bool] = lambda _: False
+    broken: Callable[[float], bool] | None = None
 
     def verdict(self, alpha: float) -> Verdict:
         low = self.interval(alpha)[0]
-        if self.broken(alpha) or (self.cap is not None and low > self.cap):
+        refuted = self.broken is not None and self.broken(alpha)
+        if refuted or (self.cap is not None and low > self.cap):
             return "violates_claim"
         return "leaks" if low > self.baseline else "none_shown"
 
@@ -81,5 +82,6 @@ class Figure:
             verdict=self.verdict(ALPHA),
             bears_on=list(self.bears_on),
             control=self.control,
+            claim_compared=self.cap is not None or self.broken is not None,
             details={**self.details, "nist_class": self.adversary.nist},
         )

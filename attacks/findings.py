@@ -42,7 +42,8 @@ class Finding(_Row):
     nothing. verdict: `leaks` where the interval lies above the baseline, `violates_claim` above the cap.
     claim_epsilon None means no finite epsilon was claimed. bears_on: which questions it answers. control:
     what the same attack scores where it has nothing to find: on rows that were not in the data, or on a
-    release without any; None where there is no such run.
+    release without any; None where there is no such run. claim_compared: a claim bounds this figure, by its
+    cap or in the way that `cap_reason` says, so where the verdict is `leaks` the claim held.
     """
 
     attack: str
@@ -65,6 +66,7 @@ class Finding(_Row):
     verdict: Verdict
     bears_on: list[Question] = []
     control: float | None = None
+    claim_compared: bool = False
     details: dict[str, Any] = {}
 
 
@@ -94,6 +96,7 @@ class NotRun(_Row):
 class Audit(_Row):
     """The whole of audit.json. `schema_` is written as `schema`.
 
+    untested: questions that no finding bears on; `none_shown` says nothing of them.
     weights_claimed: all weights that left, and all opened sums of them, did so under a claim.
     """
 
@@ -109,6 +112,7 @@ class Audit(_Row):
     verdicts: Verdicts
     not_run: list[NotRun]
     weights_claimed: bool = False
+    untested: list[Question] = []
     warning: str = (
         "An attack that finds nothing proves nothing: these attacks are a lower bound on what can be read."
     )

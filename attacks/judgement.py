@@ -90,6 +90,7 @@ def judge(run: Run, inventory: list[AuditedRelease], book: Book) -> Audit:
         bounds=book.bounds,
         verdicts=Verdicts(**{question: worst(found) for question, found in answers.items()}),
         not_run=book.not_run,
+        untested=[question for question, found in answers.items() if not found],
         weights_claimed=not unbounded_weights(run.result),
         versions=versions(LIBRARIES),
     )

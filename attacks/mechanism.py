@@ -148,17 +148,9 @@ def audit_mechanism(
     progress: called with the number of trials just done and a word.
     Raises UsageError for parameters outside their ranges.
     """
-    _check(noise_multiplier, clip, delta, trials)
-    mechanism = CentroidMechanism(
-        clip=clip,
-        noise_multiplier=noise_multiplier,
-        # Counts and predictions are of no interest here; this count noise never withholds three rows.
-        count_multiplier=0.1,
-        prediction_multiplier=1.0,
-        delta=delta,
-        min_size=1,
-        adjacency=adjacency,
-    )
+    mechanism = sums_alone(noise_multiplier, clip, delta, adjacency)
+    if not MIN_TRIALS <= trials <= MAX_TRIALS:
+        raise UsageError(f"the trials must be {MIN_TRIALS:,} to {MAX_TRIALS:,} a side, not {trials:,}")
     scores = _scores(mechanism, trials, noise, rng, noising, progress or (lambda *_: None))
     by_epsilon, by_mu = _held_out(scores, delta, rng)
     # Counts and predictions that nobody sees: their noise has no end.
@@ -182,7 +174,10 @@ def audit_mechanism(
     )
 
 
-def _check(noise_multiplier: float, clip: float, delta: float, trials: int) -> None:
+def sums_alone(
+    noise_multiplier: float, clip: float, delta: float, adjacency: Adjacency = "add-remove"
+) -> CentroidMechanism:
+    """The mechanism whose sums alone are audited. Raises UsageError for parameters outside their ranges."""
     for name, value, (low, high) in (
         ("noise multiplier", noise_multiplier, MULTIPLIERS),
         ("clip", clip, CLIPS),
@@ -191,8 +186,16 @@ def _check(noise_multiplier: float, clip: float, delta: float, trials: int) -> N
             raise UsageError(f"the {name} must be a number from {low:g} to {high:g}, not {value:g}")
     if not 0 < delta < 1:
         raise UsageError(f"delta must lie between 0 and 1, not be {delta:g}")
-    if not MIN_TRIALS <= trials <= MAX_TRIALS:
-        raise UsageError(f"the trials must be {MIN_TRIALS:,} to {MAX_TRIALS:,} a side, not {trials:,}")
+    return CentroidMechanism(
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        # Counts and predictions are of no interest here; this count noise never withholds three rows.
+        count_multiplier=0.1,
+        prediction_multiplier=1.0,
+        delta=delta,
+        min_size=1,
+        adjacency=adjacency,
+    )
 
 
 def _scores(

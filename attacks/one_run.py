@@ -24,9 +24,9 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import binom, norm
 
 from attacks.bounds import ALPHA, claim_mu
-from attacks.mechanism import CLIPS, MULTIPLIERS, Noising, released_sums
+from attacks.mechanism import Noising, released_sums, sums_alone
 from attacks.membership import Vectors
-from securefl.centroid_privacy import CentroidMechanism, centroid_mu
+from securefl.centroid_privacy import centroid_mu
 from securefl.errors import SecureflError, UsageError
 from securefl.privacy import Noise, gaussian_epsilon
 from securefl.release import Adjacency, GaussianSums
@@ -317,12 +317,7 @@ def audit_sums(
     noise: of the mechanism. rng: of the auditor, for coins, rows and directions.
     Raises UsageError for parameters outside their ranges, SecureflError for sums that are not finite.
     """
-    for name, value, (lowest, highest) in (
-        ("noise multiplier", noise_multiplier, MULTIPLIERS),
-        ("clip", clip, CLIPS),
-    ):
-        if not lowest <= value <= highest:  # refuses NaN too
-            raise UsageError(f"the {name} must be a number from {lowest:g} to {highest:g}, not {value:g}")
+    mechanism = sums_alone(noise_multiplier, clip, delta)
     check_counts(0, 1 if guesses is None else guesses, canaries, alpha)
     if not 2 <= dimension <= _MAX_DIMENSION or canaries * dimension > _MAX_NUMBERS:
         raise UsageError(
@@ -330,15 +325,6 @@ def audit_sums(
         )
     if guesses is None:
         guesses = planned_guesses(canaries, 1 / noise_multiplier, delta, alpha)
-    mechanism = CentroidMechanism(
-        clip=clip,
-        noise_multiplier=noise_multiplier,
-        # Counts and predictions are of no interest here; this count noise never withholds three rows.
-        count_multiplier=0.1,
-        prediction_multiplier=1.0,
-        delta=delta,
-        min_size=1,
-    )
     clusters = math.ceil(canaries / dimension)
     included = fair_coins(canaries, rng)
     directions = np.linalg.qr(rng.standard_normal((dimension, dimension)))[0].T

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from securefl.crypto.documents import parse_document, sign_document
+from securefl.crypto.documents import parse_signed, sign_document
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import BadSignature, UsageError
 from securefl.files import read_limited, write_atomic
 from securefl.messages import FINGERPRINT
-from securefl.release import canonical_json
 
 SIGNATURE: Final = "audit.sig"
 _CONTEXT = b"securefl/1 audit"
@@ -57,13 +56,7 @@ def verify_audit(folder: Path, card: Card) -> AuditSignature:
     """
     path = folder / SIGNATURE
     try:
-        document = parse_document(read_limited(path, _MAX_SIGNATURE))
-        signed = AuditSignature.model_validate_json(document.encoded)
-        if canonical_json(signed.model_dump(mode="json")) != document.encoded:
-            raise ValueError("is not in its canonical encoding")
-    except ValidationError as error:
-        field = ".".join(str(part) for part in error.errors(include_input=False)[0]["loc"]) or "document"
-        raise UsageError(f"{path}: is not an auditor's signature (field {field[:60]})") from None
+        document, signed = parse_signed(read_limited(path, _MAX_SIGNATURE), AuditSignature)
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
     if signed.auditor != card.fingerprint:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from securefl.crypto.documents import parse_document, sign_document
+from securefl.crypto.documents import parse_signed, sign_document
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import BadSignature, UsageError
 from securefl.messages import FINGERPRINT, RUN
-from securefl.release import canonical_json
 
 MAX_RECEIPT = 16 * 2**10  # bytes; a receipt is 5 KiB
 RECEIPT: Final = "securefl.receipt/1"
@@ -56,13 +55,7 @@ def read_receipt(data: bytes, card: Card) -> Receipt:
     if len(data) > MAX_RECEIPT:
         raise UsageError("the receipt is too large for one")
     try:
-        document = parse_document(data)
-        receipt = Receipt.model_validate_json(document.encoded)
-        if canonical_json(receipt.model_dump(mode="json")) != document.encoded:
-            raise ValueError("is not in its canonical encoding")
-    except ValidationError as error:
-        field = ".".join(str(part) for part in error.errors(include_input=False)[0]["loc"]) or "document"
-        raise UsageError(f"the receipt is not one of securefl (field {field[:60]})") from None
+        document, receipt = parse_signed(data, Receipt)
     except ValueError as error:
         raise UsageError(f"the receipt {error}") from None
     try:

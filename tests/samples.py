@@ -209,6 +209,7 @@ def make_finding(**changes: Any) -> Finding:
         "bears_on": ["singling_out", "linkability"],
         "details": {},
     }
+    values["claim_compared"] = changes.get("cap") is not None
     if changes.get("number") == 2:
         values["bears_on"] = ["inference", "linkability"]
     return Finding(**(values | changes))

@@ -108,9 +108,11 @@ def _figure(scene: Scene, found: OneRunAudit) -> Figure:
         low, high = (end(found.right, found.guesses, alpha / 2) for end in ends)
         return low, high
 
+    claimed = found.claim_mu
+
     def broken(alpha: float) -> bool:
         shown = gaussian_mu_lower_bound_one_run(found.right, found.guesses, found.canaries, alpha)
-        return found.claim_mu is not None and shown > found.claim_mu
+        return claimed is not None and shown > claimed
 
     return Figure(
         NAME,
@@ -123,7 +125,7 @@ def _figure(scene: Scene, found: OneRunAudit) -> Figure:
         0.5,
         None,
         NO_CLAIM
-        if found.claim_mu is None
+        if claimed is None
         else "the claim bounds all guesses together, so it is compared by the bound on mu",
         found.guesses,
         found.epsilon_lower_bound,
@@ -134,12 +136,13 @@ def _figure(scene: Scene, found: OneRunAudit) -> Figure:
             "canaries": found.canaries,
             "mu_lower_bound": found.mu_lower_bound,
             "mu_ceiling": found.mu_ceiling,
-            "claim_mu": found.claim_mu,
+            "claim_mu": claimed,
+            "claim_epsilon_add_remove": found.claim_epsilon,
             "epsilon_lower_bound_gdp": found.epsilon_lower_bound_gdp,
         },
         bears_on=("singling_out", "linkability"),
         control=None,
-        broken=broken,
+        broken=None if claimed is None else broken,
     )
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from securefl.crypto.identity import Card, Identity, Signatures
 from securefl.errors import BadSignature
 from securefl.release import canonical_json, parse_json
+
+Content = TypeVar("Content", bound=BaseModel)
 
 
 def sign_document(content: Mapping[str, Any], signer: Identity, context: bytes) -> bytes:
@@ -56,6 +60,19 @@ def parse_document(data: bytes) -> SignedDocument:
     except ValueError:
         signatures = None
     return SignedDocument(document, canonical_json(document), signatures)
+
+
+def parse_signed(data: bytes, kind: type[Content]) -> tuple[SignedDocument, Content]:
+    """`parse_document` of a document that says what a `kind` says, and it; raises ValueError likewise."""
+    document = parse_document(data)
+    try:
+        content = kind.model_validate_json(document.encoded)
+    except ValidationError as error:
+        field = ".".join(str(part) for part in error.errors(include_input=False)[0]["loc"]) or "document"
+        raise ValueError(f"is not one of securefl (field {field[:60]})") from None
+    if canonical_json(content.model_dump(mode="json")) != document.encoded:
+        raise ValueError("is not in its canonical encoding")
+    return document, content
 
 
 def _is_canonical(document: dict[str, Any], data: bytes) -> bool:

@@ -376,5 +376,7 @@ def departures_table(results: Sequence[Result]) -> RichTable:
             f"weights left{where} {claims.NO_NOISE}: whoever holds them, or their sum, can test whether a "
             "text was among the training rows"
         )
-    notes += [words for r in results for words in claims.cautions(r)]
+    for r in results:
+        where = f"{run_name(r)}: " if len(results) > 1 else ""
+        notes += [f"{where}{words}" for words in claims.cautions(r)]
     return _captioned(table, notes)

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from attacks.audit import audit
+from attacks.audit_report import audit_summary
+from attacks.audit_words import verdict_of
 from attacks.bench import canaries
 from attacks.findings import Audit, Finding
 from securefl.models import Slm, load_slm
+from securefl.privacy import gaussian_epsilon
+from securefl.report.page import epsilon
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run, silence
 
@@ -40,6 +44,8 @@ def _finding(found: Audit) -> Finding:
 def test_an_exact_release_gives_the_canaries_away(slm: Slm, tmp_path: Path) -> None:
     found = _finding(_audited(slm, tmp_path, Recipe(clusters=6)))
     assert (found.verdict, found.cap, found.claim_epsilon) == ("leaks", None, None)
+    assert not found.claim_compared
+    assert verdict_of(found).text == "leaks"
     assert found.epsilon_lower_bound is not None
     assert found.epsilon_lower_bound > 1
     assert found.trials <= canaries.TEXTS == found.details["canaries"]
@@ -50,6 +56,15 @@ def test_noise_hides_them_and_its_absence_breaks_the_claim(slm: Slm, tmp_path: P
     honest = _finding(_audited(slm, tmp_path / "honest", recipe))
     assert honest.verdict != "violates_claim"
     assert honest.details["mu_lower_bound"] <= honest.details["claim_mu"]
+    assert honest.claim_compared
+    told = verdict_of(honest.model_copy(update={"verdict": "leaks"}))
+    assert told.text == "leaks, claim held"
+    leaking = honest.model_copy(update={"verdict": "leaks", "epsilon_lower_bound": 0.25})
+    claimed = gaussian_epsilon(honest.details["claim_mu"], 1e-5)
+    words = audit_summary(
+        [("run", audit(tmp_path / "honest" / "run").model_copy(update={"findings": [leaking]}))]
+    )
+    assert f"proves ε 0.25 of the claimed {epsilon(claimed)}" in words
     with patch.object(canaries, "noise_source", lambda _seed: silence()):
         broken = _finding(_audited(slm, tmp_path / "broken", recipe))
     assert broken.verdict == "violates_claim"
