@@ -48,6 +48,8 @@ def answer_kind(step: Step, config: Config) -> PayloadKind:
     if step in _ANSWERS:
         return _ANSWERS[step]
     if step is Step.TRAIN:
+        if config.sends_gradients:
+            return PayloadKind.GRADIENT
         return _MODELS[config.protection.models or "sealed"]
     if step is Step.SHARE:
         layered = config.fedkc.compose == "embeddings"

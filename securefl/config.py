@@ -29,8 +29,9 @@ from securefl.privacy_terms import (
 )
 from securefl.release import ROW, UNIT
 
-METHODS = ("standalone", "fedavg", "fedprox", "fedkc", "crosslm", "datafree-kd")
-AVERAGING = ("fedavg", "fedprox", "fedkc")
+METHODS = ("standalone", "fedavg", "fedprox", "fedsgd", "fedkc", "crosslm", "datafree-kd")
+# Methods of one global model, made from the mean of what the silos send.
+AVERAGING = ("fedavg", "fedprox", "fedsgd", "fedkc")
 _MAX_FILE = 2**20  # bytes
 _MAX_WHERE = 100  # characters of a field's name that a message repeats
 PLACE = r"^[^\x00]+$"  # what can be a path
@@ -46,8 +47,9 @@ class Drop(Section):
 
 
 class Federation(Section):
-    method: Literal["standalone", "fedavg", "fedprox", "fedkc", "crosslm", "datafree-kd"] = Field(
-        description="How the silos learn from each other."
+    method: Literal["standalone", "fedavg", "fedprox", "fedsgd", "fedkc", "crosslm", "datafree-kd"] = Field(
+        description="How the silos learn from each other. `fedsgd`, for study: each sends the gradient of "
+        "one batch a round, which gives its texts away."
     )
     rounds: int = Field(3, ge=1, le=10_000, description="Rounds; round 1 is each silo's own first training.")
     seed: int = Field(
@@ -155,6 +157,7 @@ class Lora(Section):
 # Learning rates of encoder and head where they are unset: of all weights, and of an adapter.
 _RATES = ((2e-4, 5e-3), (1e-3, 5e-3))
 _PRIVATE_RATES = ((1e-4, 2e-2), (1e-3, 2e-2))
+_STEP_RATE = 0.1  # of FedSGD
 
 
 class Slm(Section):
@@ -177,7 +180,8 @@ class Slm(Section):
         None,
         gt=0,
         le=1,
-        description="AdamW's, for the encoder; unset: 2e-4, under DP-SGD 1e-4, for an adapter 1e-3.",
+        description="AdamW's, for the encoder; unset: 2e-4, under DP-SGD 1e-4, for an adapter 1e-3. Of "
+        "`fedsgd` the plain step's, for all that trains; unset: 0.1.",
     )
     head_learning_rate: float | None = Field(
         None, gt=0, le=1, description="AdamW's, for the new linear head; unset: 5e-3, under DP-SGD 2e-2."
@@ -211,6 +215,7 @@ class Slm(Section):
 
 _MASKED_ONLY = ("threshold", "degree", "bits", "patience")
 _SUMS_ONLY = (*_MASKED_ONLY, "clip", "max_rows", "post_quantum")
+_TRAINED_ONLY = ("epochs", "round_epochs", "head_learning_rate")
 
 
 class Protection(Section):
@@ -367,8 +372,20 @@ class Config(Section):
         """Weight of the proximal term in local training; 0 for every method but FedProx."""
         return self.federation.mu if self.federation.method == "fedprox" else 0.0
 
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether silos answer with the gradient of one batch, and the server takes the step."""
+        return self.federation.method == "fedsgd"
+
+    @property
+    def step_rate(self) -> float:
+        """Learning rate of the step that FedSGD takes."""
+        return self.slm.learning_rate or _STEP_RATE
+
     def round_epochs(self, round_number: int) -> int:
-        """Local passes of a round, counted from 1."""
+        """Local passes of a round, counted from 1; under FedSGD its one batch counts as one."""
+        if self.sends_gradients:
+            return 1
         return self.slm.epochs if round_number == 1 else (self.slm.round_epochs or self.slm.epochs)
 
 
@@ -406,6 +423,11 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
         raise ConfigError(
             f'{name}: protection.models: {config.federation.method} has nothing to sum; write "sealed"'
         )
+    if config.protection.models != "sealed" and config.sends_gradients:
+        raise ConfigError(
+            f"{name}: protection.models: fedsgd is there to show what a server reads in the gradient of one "
+            'batch, so it gets each silo\'s; write "sealed", or use fedavg for sums that hide it'
+        )
     if config.privacy.models is not None and config.protection.models != "masked":
         raise ConfigError(
             f"{name}: privacy.models: noise is shared out among the silos of a masked sum; it needs a method "
@@ -423,6 +445,11 @@ def _refuse_contradictions(config: Config, name: str) -> None:
     """Refuse privacy terms that would not mean what they say together."""
     privacy = config.privacy
     if privacy.dp_sgd is not None:
+        if config.sends_gradients:
+            raise ConfigError(
+                f"{name}: privacy.dp_sgd: the gradients of fedsgd leave without noise; leave it out, or use "
+                "fedavg, whose trainings it makes private"
+            )
         if privacy.adjacency != "add-remove":
             raise ConfigError(
                 f'{name}: privacy.adjacency: DP-SGD is accounted for under "add-remove" alone; write that'
@@ -452,11 +479,14 @@ def _refuse_contradictions(config: Config, name: str) -> None:
 
 
 def _refuse_idle(config: Config, name: str) -> None:
-    """Refuse a setting of sums that the chosen protection does not look at."""
+    """Refuse a setting that the chosen protection or method does not look at."""
     models = config.protection.models
     idle = {"sealed": _SUMS_ONLY, "ckks": _MASKED_ONLY}.get(models or "", ())
     for key in sorted(config.protection.model_fields_set.intersection(idle)):
         raise ConfigError(f"{name}: protection.{key}: has no effect where models are {models}; leave it out")
+    unread = _TRAINED_ONLY if config.sends_gradients else ()
+    for key in sorted(config.slm.model_fields_set.intersection(unread)):
+        raise ConfigError(f"{name}: slm.{key}: has no effect under fedsgd, a step a round; leave it out")
 
 
 def load_config(path: Path | str) -> Config:

@@ -65,13 +65,16 @@ def _whose(row: ClientRow, result: Result) -> str:
         return f"the model of {row.name}{trained}"
     last = result.rounds[-1]
     if row.name in last.dropped:
+        what = "model" if result.method == "fedsgd" else "average"
         return (
-            f"the average as {row.name} last received it, or as it trained it on; it dropped out of the last "
+            f"the {what} as {row.name} last received it, or as it trained it on; it dropped out of the last "
             "round"
         )
     rows = {client.name: client.train_rows for client in result.clients}
     summed = [one.silos for one in result.sums if one.round == last.round]
     silos = summed[0] if summed else [name for name in rows if name not in last.dropped]
+    if result.method == "fedsgd":
+        return f"the last of {len(result.rounds)} steps, along the mean gradient of {len(silos)} silos"
     if row.training is not None:
         return f"the average of the models of {len(silos)} silos in the last round"
     return (

@@ -60,6 +60,8 @@ def private_outlook(config: Config) -> dict[str, Any]:
         exact = [kind.value for kind in exact_kinds(config)]
         if exact:
             found["note"] = f"besides, these leave without a claim, so no total is finite: {', '.join(exact)}"
+        if config.sends_gradients:
+            found["note"] += ". The texts of a batch can be read back from its gradient"
     return found
 
 

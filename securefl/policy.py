@@ -39,9 +39,10 @@ from securefl.release import (
 )
 
 _CENTROIDS = (PayloadKind.CENTROIDS, PayloadKind.EMBEDDING_CENTROIDS)
-# Which kind of payload a policy speaks of: what protects a model on its way is part of sending the model.
-_PART_OF_MODEL = {
+# How what is learned from rows is protected on its way: all but a gradient is part of sending a model.
+_PROTECTIONS = {
     PayloadKind.MODEL: "sealed",
+    PayloadKind.GRADIENT: "sealed",
     PayloadKind.ADVERT: "masked",
     PayloadKind.SHARES: "masked",
     PayloadKind.MASKED_MODEL: "masked",
@@ -51,7 +52,7 @@ _PART_OF_MODEL = {
     PayloadKind.ENCRYPTED_MODEL: "ckks",
 }
 _TO_PEERS = (*_CENTROIDS, PayloadKind.GROUP_KEY)
-_LISTED = (PayloadKind.MODEL, PayloadKind.METRICS, *_CENTROIDS)
+_LISTED = (PayloadKind.MODEL, PayloadKind.METRICS, *_CENTROIDS, PayloadKind.GRADIENT)
 _MAX_FILE = 2**20
 KILL_SWITCH = "STOP"
 # A budget calibrated to the very ceiling may come out above it by the root finder's error.
@@ -97,13 +98,14 @@ class Policy(BaseModel):
     )
     kinds: tuple[PayloadKind, ...] = Field(
         (),
-        description="Kinds of payload that may leave, of: model, metrics, centroids, embedding-centroids. "
-        "Every method needs model and metrics (without metrics no accuracy is told), FedKC centroids too.",
+        description="Kinds of payload that may leave, of: model, metrics, centroids, embedding-centroids, "
+        "gradient. Every method needs model and metrics (without metrics no accuracy is told), FedKC "
+        "centroids too; FedSGD gradient in place of model, from which a batch's texts can be read back.",
     )
     nonprivate: tuple[PayloadKind, ...] = Field(
         (),
         description="Of these, the kinds that may leave without differential privacy; model and metrics "
-        "do, unless `privacy.dp_sgd` or `privacy.models` is set.",
+        "do, unless `privacy.dp_sgd` or `privacy.models` is set, and gradient always does.",
     )
     model_protections: tuple[Literal["sealed", "masked", "ckks"], ...] = Field(
         (),
@@ -363,8 +365,8 @@ class Policy(BaseModel):
     def _check_protection(self, kind: PayloadKind) -> None:
         if kind in _CENTROIDS and "peer" not in self.centroid_protections:
             self._refuse("centroid_protections", "peer is not listed")
-        if kind in _PART_OF_MODEL and _PART_OF_MODEL[kind] not in self.model_protections:
-            self._refuse("model_protections", f"{_PART_OF_MODEL[kind]} is not listed")
+        if kind in _PROTECTIONS and _PROTECTIONS[kind] not in self.model_protections:
+            self._refuse("model_protections", f"{_PROTECTIONS[kind]} is not listed")
 
     def _check_sums(self, plan: RoundPlan) -> None:
         """Whether enough silos take part in a sum that one's own model hides in it."""
@@ -441,7 +443,7 @@ class Policy(BaseModel):
 
 def _listed(kind: PayloadKind) -> PayloadKind:
     """Under which kind a policy speaks of a payload."""
-    return PayloadKind.MODEL if kind in _PART_OF_MODEL else kind
+    return PayloadKind.MODEL if kind in _PROTECTIONS and kind not in _LISTED else kind
 
 
 def _read_own(path: Path) -> bytes:

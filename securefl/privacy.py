@@ -160,6 +160,13 @@ def release_model(result: LocalResult, info: Mapping[str, Any]) -> Release:
     return Release(PayloadKind.MODEL, tensors, {**info, "rows": result.rows}, NonPrivate(reason=reason))
 
 
+def release_gradient(result: LocalResult, info: Mapping[str, Any]) -> Release:
+    """The exact gradient of one batch, with its number of rows, under no claim."""
+    tensors = {name: np.asarray(array, np.float32) for name, array in result.tensors.items()}
+    reason = "the exact gradient of one batch of rows, from which their texts can be read back"
+    return Release(PayloadKind.GRADIENT, tensors, {**info, "rows": result.rows}, NonPrivate(reason=reason))
+
+
 def release_average(tensors: Tensors, info: Mapping[str, Any], claim: Claim | None) -> Release:
     """The server's global model, which every silo of the cohort reads.
 

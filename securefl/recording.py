@@ -98,7 +98,9 @@ class RunFolder:
     def witness(
         self, client: str, plan: RoundPlan, kind: PayloadKind, body: bytes, evidence: Mapping[str, Any]
     ) -> None:
-        """Record what can be read: a release, apart from it the rows behind each of its centroids, or a sum.
+        """Record what can be read: a release, and apart from it the rows behind it, or a sum.
+
+        The rows are `clusters`, for each centroid a list of ids, or `rows`, those of a gradient's batch.
 
         Of a model that is masked or encrypted, and of the keys and shares of that, nothing is written.
         """
@@ -108,8 +110,8 @@ class RunFolder:
             return
         name = release_name(plan.round, plan.step.value, kind.value)
         write_atomic(self._sub("releases", client) / name, body)
-        if "clusters" in evidence:
-            truth = {"release": name, "clusters": evidence["clusters"]}
+        if evidence:
+            truth = {"release": name, **evidence}
             target = self._sub(_PRIVATE, client) / f"r{plan.round:03d}-{plan.step.value}.json"
             write_atomic(target, json.dumps(truth).encode(), mode=0o600)
 

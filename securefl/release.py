@@ -38,6 +38,7 @@ class PayloadKind(StrEnum):
     CENTROIDS = "centroids"
     EMBEDDING_CENTROIDS = "embedding-centroids"
     METRICS = "metrics"
+    GRADIENT = "gradient"  # of one batch's mean loss: arrays named and shaped as a model's
     # Of a masked round: its ephemeral keys, its shares, the weighted model behind masks, the signed list of
     # survivors, the shares that take the masks off the sum.
     ADVERT = "advert"
@@ -60,6 +61,7 @@ READABLE = (
     PayloadKind.CENTROIDS,
     PayloadKind.EMBEDDING_CENTROIDS,
     PayloadKind.METRICS,
+    PayloadKind.GRADIENT,
 )
 
 

@@ -41,7 +41,7 @@ from securefl.errors import (
     WrongRun,
 )
 from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
-from securefl.methods.averaging import weighted_mean
+from securefl.methods.averaging import sgd_step, weighted_mean
 from securefl.privacy import Noise, noise_source
 from securefl.receipt import make_receipt
 from securefl.release import (
@@ -276,11 +276,12 @@ class Server:
                 f"{name} makes a claim of privacy for a {release.kind.value}, which has no rows"
             )
         self._check_claim(name, release)
-        if release.kind is PayloadKind.MODEL:
+        if release.kind in (PayloadKind.MODEL, PayloadKind.GRADIENT):
             check_tensors(release.tensors, self.shapes[name], name)
             rows = release.info.get("rows")
-            if weighs_rows(self.config) and (type(rows) is not int or not 0 < rows <= MAX_ROWS):
-                raise PayloadError(f"{name} sent a row count that is not a positive whole number")
+            most = self.config.slm.batch_size if release.kind is PayloadKind.GRADIENT else MAX_ROWS
+            if weighs_rows(self.config) and (type(rows) is not int or not 0 < rows <= most):
+                raise PayloadError(f"{name} sent a row count that is not a whole number from 1 to {most}")
         elif release.kind is PayloadKind.METRICS:
             figures = release.info.get("metrics")
             plain = isinstance(figures, dict) and all(
@@ -299,7 +300,7 @@ class Server:
             case PayloadKind.MODEL if training is not None:
                 check_training(name, claim, training)
                 return
-            case PayloadKind.MODEL:
+            case PayloadKind.MODEL | PayloadKind.GRADIENT:
                 due = NonPrivate
             case _:
                 return
@@ -362,13 +363,15 @@ class Server:
                     f"round {self.round}: {len(releases)} of {len(self.roster)} silos answered and at least "
                     f"{MIN_COHORT} are needed to average; see the refusals of the others"
                 )
-            self.model = weighted_mean(
+            mean = weighted_mean(
                 {name: release.tensors for name, release in releases.items()},
                 {
                     name: float(release.info["rows"]) if weighs_rows(self.config) else 1.0
                     for name, release in releases.items()
                 },
             )
+            gradient, rate = self.config.sends_gradients, self.config.step_rate
+            self.model = sgd_step(self.model, mean, rate) if gradient else mean
         elif self.step is Step.TRAIN and not releases:
             raise TooFewSilos(f"round {self.round}: no silo sent a model")
         elif self.step is Step.FINISH and not releases:

@@ -58,7 +58,7 @@ def released_kinds(config: Config) -> list[PayloadKind]:
     """What leaves a silo in a run."""
     if config.federation.method == "standalone":
         return []
-    kinds = [PayloadKind.MODEL, PayloadKind.METRICS]
+    kinds = [PayloadKind.GRADIENT if config.sends_gradients else PayloadKind.MODEL, PayloadKind.METRICS]
     if config.federation.method == "fedkc" and config.fedkc.source == "peers":
         layered = config.fedkc.compose == "embeddings"
         kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
@@ -69,6 +69,7 @@ def exact_kinds(config: Config) -> list[PayloadKind]:
     """Of these, what leaves under no claim."""
     claimed = {
         PayloadKind.MODEL: not weighs_rows(config),
+        PayloadKind.GRADIENT: False,
         PayloadKind.METRICS: figures(config) != "exact",
     }
     return [kind for kind in released_kinds(config) if not claimed.get(kind, config.privacy.centroids.noised)]

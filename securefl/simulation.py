@@ -39,6 +39,7 @@ from securefl.feasibility import refuse_impossible
 from securefl.ledger import Ledger
 from securefl.local import SiloData, derive_seed
 from securefl.messages import Dropped, Step
+from securefl.methods.averaging import sgd_step
 from securefl.model_card import model_card
 from securefl.models import Slm
 from securefl.privacy import noise_source
@@ -48,6 +49,7 @@ from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, vers
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
 from securefl.simulated_policy import simulated_policy
+from securefl.training import batch_gradient, first_batch
 from securefl.transport.memory import Meddler, MemoryTransport
 from securefl.workbench import TrainingMemo, Workbench
 
@@ -221,7 +223,7 @@ class Simulation:
         write_run_report(result, self.folder.path / "report.html")
 
     def _train_alone(self) -> dict[str, Slm]:
-        """Each silo's model after the same local passes with nothing exchanged: the baseline."""
+        """Each silo's model after the same local passes or steps with nothing exchanged: the baseline."""
         # Of every method the same: what a method adds to the loss is no part of it.
         federation = self.config.federation.model_copy(update={"method": "standalone"})
         # Alone nothing leaves, so nobody would train with noise.
@@ -233,7 +235,12 @@ class Simulation:
             for number in range(1, self.config.federation.rounds + 1):
                 seed = derive_seed(self.config.federation.seed, name, number, "train")
                 epochs = self.config.round_epochs(number)
-                client.train(slm, client.data.train, config, epochs, seed, client.noise)
+                if self.config.sends_gradients:
+                    batch = first_batch(client.data.train, config.slm.batch_size, seed)
+                    step = sgd_step(slm.state(), batch_gradient(slm, batch), config.step_rate)
+                    slm.load_state(step)
+                else:
+                    client.train(slm, client.data.train, config, epochs, seed, client.noise)
                 self.progress(epochs, f"{name} trains alone, round {number}")
             alone[name] = slm
         return alone

@@ -44,12 +44,13 @@ from securefl.privacy import (
     calibrate_metrics,
     decide,
     release_counts,
+    release_gradient,
     release_metrics,
     release_model,
 )
 from securefl.relayed import Reader, relayed_knowledge
 from securefl.release import Independent, PayloadKind, Release, Tensors, check_tensors, fingerprint
-from securefl.training import probabilities
+from securefl.training import batch_gradient, first_batch, probabilities
 
 # The steps of a masked round in which the server relays something: all but the first.
 _RELAYING = (Step.DEAL, Step.TRAIN, Step.SIGN, Step.UNMASK)
@@ -96,6 +97,8 @@ def carry_out(plan: RoundPlan, tensors: Tensors, received: Tensors | None, bench
     match plan.step:
         case Step.SHARE:
             return _share(plan, bench)
+        case Step.TRAIN if bench.config.sends_gradients:
+            return _gradient(plan, bench)
         case Step.TRAIN:
             return _train(plan, tensors, bench)
         case Step.CANDIDATE:
@@ -184,6 +187,16 @@ def _train(plan: RoundPlan, tensors: Tensors, bench: Bench) -> Done:
         raise SecureflError("what was trained has another claim than the configuration asks for")
     result = LocalResult(bench.slm.state(), len(rows) if weighs_rows(bench.config) else None, claim)
     return Done(release_model(result, _info(plan, bench)), trained=result, ignored=ignored)
+
+
+def _gradient(plan: RoundPlan, bench: Bench) -> Done:
+    """The gradient of the batch that a training would begin with, at the weights that the plan names."""
+    config = bench.config
+    seed = derive_seed(config.federation.seed, bench.name, plan.round, "train")
+    batch = first_batch(bench.data.train, config.slm.batch_size, seed)
+    result = LocalResult(batch_gradient(bench.slm, batch), len(batch))
+    info = {**_info(plan, bench), "encoder": plan.model}
+    return Done(release_gradient(result, info), evidence={"rows": list(batch.ids)})
 
 
 def _knowledge(plan: RoundPlan, tensors: Tensors, bench: Bench) -> tuple[list[Knowledge], list[Dropped]]:

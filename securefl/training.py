@@ -90,11 +90,8 @@ def fit(
     Raises DataError without rows or for a label outside the head, Cancelled, and SecureflError as soon as a
     loss or gradient is not finite; the model is then left half trained.
     """
+    _check_labels(slm, rows)
     count = len(rows)
-    if count == 0:
-        raise DataError("there are no rows to train on; give every silo at least one training row")
-    if rows.labels.min() < 0 or rows.labels.max() >= len(slm.labels):
-        raise DataError(f"a row's label is not one of the {len(slm.labels)} labels of {slm.name}")
     groups = parameter_groups(slm, learning_rate, head_learning_rate)
     optimizer = torch.optim.AdamW(groups, lr=learning_rate)
     trained = slm.trained()
@@ -127,6 +124,38 @@ def fit(
                 done += 1
                 if progress is not None:
                     progress(done, steps)
+
+
+def first_batch(rows: Rows, batch_size: int, seed: int) -> Rows:
+    """The rows, at most `batch_size`, that `fit` would take its first step on."""
+    return rows.take(np.random.default_rng(seed).permutation(len(rows))[:batch_size])
+
+
+def batch_gradient(slm: Slm, rows: Rows) -> dict[str, NDArray[np.float32]]:
+    """The gradient of the mean cross-entropy of `rows`, all in one batch, by name and shape as `Slm.state`.
+
+    Dropout off, float32; a parameter that the loss does not depend on has 0. The weights stay as they are.
+    Raises DataError without rows or for a label outside the head, SecureflError where it is not finite.
+    """
+    _check_labels(slm, rows)
+    training = slm.training
+    slm.eval()
+    try:
+        target = torch.from_numpy(rows.labels).to(slm.device)
+        loss = cross_entropy(slm(slm.tokenize(rows.texts)), target)
+        found = torch.autograd.grad(loss, slm.trained(), allow_unused=True, materialize_grads=True)
+    finally:
+        slm.train(training)
+    if not all(bool(torch.isfinite(one).all()) for one in found):
+        raise SecureflError(f"the gradient of {slm.name} is NaN or infinite; lower slm.learning_rate")
+    return {name: one.cpu().numpy() for name, one in zip(slm.trained_names(), found, strict=True)}
+
+
+def _check_labels(slm: Slm, rows: Rows) -> None:
+    if len(rows) == 0:
+        raise DataError("there are no rows to train on; give every silo at least one training row")
+    if rows.labels.min() < 0 or rows.labels.max() >= len(slm.labels):
+        raise DataError(f"a row's label is not one of the {len(slm.labels)} labels of {slm.name}")
 
 
 def _batches(

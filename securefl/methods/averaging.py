@@ -1,4 +1,4 @@
-"""The weighted mean of the silos' models (FedAvg: McMahan et al., AISTATS 2017, algorithm 1).
+"""The weighted mean of the silos' models (FedAvg: McMahan et al., AISTATS 2017, algorithm 1), or gradients.
 
 Arrays in, arrays out; who may send what is settled before, and what is done with the mean after.
 """
@@ -50,3 +50,15 @@ def weighted_mean(
             accumulated += updates[silo][name] * np.float64(weights[silo] / total)
         mean[name] = accumulated.astype(np.float32)
     return mean
+
+
+def sgd_step(model: Tensors, gradient: Tensors, rate: float) -> dict[str, NDArray[np.float32]]:
+    """w - rate g, of arrays with the same names and shapes: the server's step of FedSGD (ibid., section 2).
+
+    gradient: the mean of the silos', weighted by the rows that each is of, so that the step is the one on the
+    mean loss over all of them. Computed in float64; it is float32. Raises WrongShape and NonFiniteUpdate.
+    """
+    check_tensors(gradient, {name: array.shape for name, array in model.items()}, "the mean gradient")
+    return {
+        name: (array - np.float64(rate) * gradient[name]).astype(np.float32) for name, array in model.items()
+    }

@@ -17,7 +17,8 @@ from securefl.result import ClientRow, Result
 Claimed = Mapping[str, Any]
 
 DP_SGD = "dp-sgd"
-WEIGHTS = (PayloadKind.MODEL.value, *(kind.value for kind in SUMMED))
+# What tells the weights that were trained on a silo's rows: whoever has the gradients has the next model.
+WEIGHTS = (PayloadKind.MODEL.value, PayloadKind.GRADIENT.value, *(kind.value for kind in SUMMED))
 MECHANISMS = {
     DP_SGD: "training by DP-SGD",
     "gaussian-sums": "noised group averages",
@@ -138,7 +139,7 @@ def composed(client: ClientRow) -> str:
 
 def cautions(result: Result) -> list[str]:
     """Sentences on what weakens a run's claims or its method and would not be seen in its figures."""
-    found = [withheld(result), _few_clusters(result)]
+    found = [_gradients(result), withheld(result), _few_clusters(result)]
     if result.shared_units:
         unit = clean(str(result.config.get("data", {}).get("unit")), 64)
         found.append(
@@ -146,6 +147,17 @@ def cautions(result: Result) -> list[str]:
             "each silo's ε is about its own rows of them, and for them the silos' ε add up."
         )
     return [words for words in found if words is not None]
+
+
+def _gradients(result: Result) -> str | None:
+    """A sentence where gradients left."""
+    kinds = {release.kind for client in result.clients for release in client.releases}
+    if PayloadKind.GRADIENT.value not in kinds:
+        return None
+    return (
+        "Whoever reads the gradient of one batch can read back its texts, word for word where the batch has "
+        "fewer tokens than the model has dimensions. The method is there for study."
+    )
 
 
 def _few_clusters(result: Result) -> str | None:

@@ -19,6 +19,7 @@ from securefl.result import ClientRow, ReleaseRow, Result
 SERVER = "server"
 SHORT = {
     "model": "weights",
+    "gradient": "gradients",
     "masked-model": "masked weights",
     "encrypted-model": "encrypted weights",
     "centroids": "pooled averages",
@@ -30,6 +31,7 @@ SHORT = {
 }
 KINDS = {
     "model": "Trained weights",
+    "gradient": "Gradients of one batch",
     "masked-model": "Masked weights",
     "encrypted-model": "Encrypted weights",
     "centroids": "Group averages of pooled vectors",
@@ -85,6 +87,11 @@ def _learned(result: Result) -> str:
         return f"{_averaged(result)}."
     if result.method == "fedprox":
         return f"{_averaged(result)}; a silo's training holds on to the average that it began from."
+    if result.method == "fedsgd":
+        return (
+            "Each round every silo sends the gradient of one batch to the server, which takes one plain step "
+            "along their mean."
+        )
     if result.method == "crosslm":
         return (
             "Each silo's model goes to the server, where it grades a language model's texts; the best "

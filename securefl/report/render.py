@@ -55,6 +55,8 @@ WORDS = (
     ("Release", "One thing that left a silo. Each is written to the silo's ledger before it is sent."),
     ("Group average (centroid)", "The mean of a group of texts as the model sees them: numbers, not words. "
      "Whether words can be read back from it is what the audit measures."),
+    ("Gradient", "How every weight should change to fit a batch of texts better. It is made of their words, "
+     "and of few texts it gives all of them away."),
     ("Masked sum", "Each silo adds random masks to its weights that cancel in the sum over enough silos, so "
      "that the sum alone becomes known."),
     ("Encrypted sum (CKKS)", "The server adds weights that it cannot read; the silos, who share one key, "

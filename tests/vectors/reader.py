@@ -25,7 +25,7 @@ SUITE = hpke.Suite(hpke.KEM.MLKEM768_X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES
 PUBLIC = {"ed25519": 32, "mldsa65": 1952, "mlkem768": 1184, "x25519": 32}
 SEEDS = {"ed25519": 32, "mldsa65": 32, "mlkem768": 64, "x25519": 32}
 KINDS = {
-    *("plan", "model", "centroids", "embedding-centroids", "metrics", "unavailable"),
+    *("plan", "model", "centroids", "embedding-centroids", "metrics", "gradient", "unavailable"),
     *("advert", "shares", "masked-model", "survivors", "unmasking"),
     *("group-key", "encrypted-model", "sum"),
 }
