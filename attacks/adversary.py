@@ -56,5 +56,73 @@ CANARIES = Adversary(
 )
 
 
+BAG = Adversary(
+    role="peer",
+    sees="the pooled centroids another silo shared",
+    knowledge=(_ENCODER, _AUXILIARY, _CLAIM),
+    nist="privacy attack: data reconstruction (2024 edition, section 2.4.1)",
+)
+ROUNDS = Adversary(
+    role="peer",
+    sees="the pooled centroids another silo shared in several rounds",
+    knowledge=("the text to be tested", "every round's model", _AUXILIARY, _CLAIM),
+    nist=MEMBERSHIP.nist,
+)
+DIFFERENCE = Adversary(
+    role="peer",
+    sees="two rounds of pooled centroids between which one row came or went",
+    knowledge=ROUNDS.knowledge,
+    nist=MEMBERSHIP.nist,
+)
+SUBTRACTION = Adversary(
+    role="peer",
+    sees="the sum of all silos' pooled centroids",
+    knowledge=("its own part of the sum", "the text to be tested", _ENCODER, _AUXILIARY, _CLAIM),
+    nist=MEMBERSHIP.nist,
+)
+POOL = Adversary(
+    role="outsider",
+    sees="the pooled centroids a silo shared",
+    knowledge=("a pool of texts that may hold the silo's", _ENCODER, _AUXILIARY, _CLAIM),
+    nist="privacy attack: data reconstruction and membership inference (2024 edition, sections 2.4.1, 2.4.2)",
+)
+INVERSION = Adversary(
+    role="server",
+    sees="one pooled embedding or centroid",
+    knowledge=("the encoder's weights", _AUXILIARY, _CLAIM),
+    nist=BAG.nist,
+)
+ZERO_SHOT = Adversary(
+    role="outsider",
+    sees="one pooled embedding or centroid",
+    knowledge=("the encoder as a black box", "a public language model", _CLAIM),
+    nist=BAG.nist,
+)
+DECODER = Adversary(
+    role="outsider",
+    sees="one pooled embedding or centroid",
+    knowledge=("the encoder as a black box", "the public tokenizer", _AUXILIARY, _CLAIM),
+    nist=BAG.nist,
+)
+GRADIENT = Adversary(
+    role="server",
+    sees="one silo's gradient of one step",
+    knowledge=("the model that the step began with", "frequencies of tokens in other text of the same kind"),
+    nist=BAG.nist,
+)
+MODEL_MEMBERSHIP = Adversary(
+    role="server",
+    sees="a trained model, a silo's or the average",
+    knowledge=("the text to be tested and its label", "the model before training", _AUXILIARY, _CLAIM),
+    nist=MEMBERSHIP.nist,
+)
+ATTRIBUTE = Adversary(
+    role="outsider",
+    sees="the pooled centroids a silo shared",
+    knowledge=(_ENCODER, "other text of the same kind that is nobody's, with the attribute", _CLAIM),
+    nist="privacy attack: property inference (2024 edition, section 2.4.4)",
+)
+
+
 class NotEnough(SecureflError):
     """An attack has too little to work on; the reason goes under `not_run`, never a score of 0."""

@@ -1,6 +1,7 @@
 """An audit as a note for the file: one page of Markdown that says what the report says first.
 
-It shows what an `Audit` object holds and no text of anybody; it must not run an attack or read a run folder.
+It shows what an `Audit` object holds and no text of anybody, not even where the audit has texts; it must not
+run an attack or read a run folder.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from attacks.audit_report import audit_summary, worst_rows
-from attacks.audit_words import answers, metric_words, not_attacked, verdict_of
+from attacks.audit_opening import audit_summary, claim_against_shown, reasons
+from attacks.audit_rows import number_in, worst_rows
+from attacks.audit_words import metric_words, not_attacked, overlap_words, verdict_of
 from attacks.findings import Audit
 from securefl.report.page import accuracy, clean, count, epsilon, interval
 
@@ -27,40 +29,57 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
+def _findings(name: str, audit: Audit) -> list[str]:
+    rows = []
+    for row in worst_rows([(name, audit)]):
+        f = row.worst
+        claim = "none" if f.claim_epsilon is None else epsilon(f.claim_epsilon)
+        shown = "" if f.epsilon_lower_bound is None else epsilon(f.epsilon_lower_bound)
+        rows.append((
+            f"{f.number}: {_plain(f.attack, 60)}", _plain(metric_words(f.metric)),
+            f"{_plain(f.silo, 32)}, round {f.round}", f"{accuracy(f.value)}, {_plain(interval(f.ci))}",
+            f"{f.trials:,}", accuracy(f.baseline), "" if f.control is None else accuracy(f.control),
+            "" if f.cap is None else accuracy(f.cap), claim, shown, verdict_of(f).text,
+        ))  # fmt: skip
+    heads = (
+        "attack", "figure", "worst at", "value, 95 %", "trials", "guessing", "control", "cap of the claim",
+        "ε claimed", "ε at least", "verdict",
+    )  # fmt: skip
+    return ["## What an attacker could read, at worst", "", *_table(heads, rows)]
+
+
+def _read_back(audit: Audit) -> list[str]:
+    """How many texts were read back."""
+    found = [number_in(f.details.get("texts_withheld")) or len(f.texts) for f in audit.findings]
+    texts = int(sum(found))
+    if not texts:
+        return []
+    return [f"{count(texts, 'text')} read back, of {sum(map(bool, found))} figures; none is shown here.", ""]
+
+
 def audit_note(audit: Audit) -> str:
     """Markdown: the summary, the three questions, the worst finding of each attack, bounds, what was not run.
 
     Names and reasons come from files that others wrote; they are cut and escaped.
     """
     name = clean(audit.method, 40)
+    questions = [
+        (f"{word}: {asked}", badge.text, _plain(why, 600)) for word, asked, badge, why in reasons(audit)
+    ]
     lines = [
         f"# Audit of run {_plain(audit.run, 64)}, method {_plain(name)}, seed {audit.seed}",
         "",
         _plain(audit_summary([(name, audit)]), 4000),
         "",
-        f"{count(len(audit.releases), 'release')} audited.",
+        f"{count(len(audit.releases), 'release')} audited. {_plain(claim_against_shown(audit), 400)}",
         "",
         "## The three questions",
         "",
-        *_table(("question", "answer"), [(word, badge.text) for word, badge in answers(audit)]),
+        *_table(("question", "answer", "because"), questions),
     ]
     if audit.findings:
-        rows = []
-        for row in worst_rows([(name, audit)]):
-            f = row.worst
-            claim = "none" if f.claim_epsilon is None else epsilon(f.claim_epsilon)
-            shown = "" if f.epsilon_lower_bound is None else epsilon(f.epsilon_lower_bound)
-            rows.append((
-                f"{f.number}: {_plain(f.attack, 60)}", _plain(metric_words(f.metric)),
-                f"{_plain(f.silo, 32)}, round {f.round}", f"{accuracy(f.value)}, {_plain(interval(f.ci))}",
-                accuracy(f.baseline), "" if f.cap is None else accuracy(f.cap), claim, shown,
-                verdict_of(f).text,
-            ))  # fmt: skip
-        heads = (
-            "attack", "figure", "worst at", "value, 95 %", "guessing", "cap of the claim", "ε claimed",
-            "ε at least", "verdict",
-        )  # fmt: skip
-        lines += ["## What an attacker could read, at worst", "", *_table(heads, rows)]
+        lines += _findings(name, audit)
+    lines += _read_back(audit)
     if audit.bounds:
         kept = [
             (
@@ -80,7 +99,8 @@ def audit_note(audit: Audit) -> str:
         left = len(audit.not_run) - _MOST_REASONS
         lines += [f"- {left} more, in audit.json"] if left > 0 else []
         lines += [""]
-    lines += [_plain(sentence, 400) for sentence in not_attacked([(name, audit)])]
+    told = [*not_attacked([(name, audit)]), *overlap_words([(name, audit)])]
+    lines += [_plain(sentence, 400) for sentence in told]
     versions = ", ".join(
         f"{_plain(key, 40)} {_plain(value, 60)}" for key, value in sorted(audit.versions.items())
     )

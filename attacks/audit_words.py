@@ -1,17 +1,20 @@
-"""What audits say, in words: metrics, verdicts, claims, what was not attacked, and the terms explained.
+"""What audits say, in words: attacks, metrics, verdicts, claims, what was not attacked, terms explained.
 
 Words and cells only, made of `Audit` objects; it draws nothing and reads no run.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from attacks.audit_figures import Audits
+from attacks.audit_rows import Audits, metric_key, number_in
 from attacks.findings import Audit, Finding
 from securefl.report.claims import MECHANISMS, whose
-from securefl.report.page import Badge, Cell, clean, delta, epsilon, listing
+from securefl.report.digest import kind_of, kind_words
+from securefl.report.page import Badge, Cell, clean, count, delta, epsilon, joined, listing
 
 VERDICTS: Mapping[str, Badge] = {
     # Not green: that an attack finds nothing is no proof.
@@ -19,31 +22,159 @@ VERDICTS: Mapping[str, Badge] = {
     "leaks": Badge("leaks", "bad"),
     "violates_claim": Badge("violates its claim", "bad"),
 }
-_METRICS = {"auc": "AUC", "tpr_at_1_percent_fpr": "TPR at 1 % FPR", "token_f1": "token F1"}
+QUESTIONS: Mapping[str, str] = {
+    "singling_out": "Can one row be told from all others?",
+    "linkability": "Can a text held elsewhere be tied to a silo's rows?",
+    "inference": "Can content be read that was not known before?",
+}
+
+
+@dataclass(frozen=True)
+class AttackWords:
+    """What an attack is called, who does what in a sentence, and what its control is.
+
+    names: what its entries in an audit begin with. kinds: of the releases that it is put to.
+    """
+
+    names: tuple[str, ...]
+    does: str
+    control: str
+    kinds: tuple[str, ...] = ("centroids",)
+
+
+_NOBODYS = "against texts that were not in the data"
+_INVENTED = "on an invented release without the silo's rows"
+ATTACKS: Mapping[int, AttackWords] = {
+    1: AttackWords(
+        ("membership, likelihood ratio", "membership, dot product"),
+        "Another silo has a text and asks whether it is among the rows behind a group average.",
+        _INVENTED,
+    ),
+    2: AttackWords(
+        ("token recovery", "texts put together from recovered tokens"),
+        "Another silo reads the words of the rows back out of averages of the embedding layer, and puts them "
+        "together to texts.",
+        _NOBODYS,
+        ("embedding-centroids",),
+    ),
+    3: AttackWords(
+        ("mechanism audit",),
+        "The auditor makes many noised sums with and without one row and asks if they can be told apart.",
+        "",
+    ),
+    4: AttackWords(
+        ("one-run audit with canaries",),
+        "The auditor makes a release once more with canary texts that coins put in, and guesses the coins.",
+        "",
+    ),
+    5: AttackWords(
+        ("bag-of-words probe",),
+        "Another silo trains a probe that says which words are behind a group average.",
+        _NOBODYS,
+    ),
+    6: AttackWords(
+        ("membership over several rounds", "membership, a row that left between two rounds"),
+        "Another silo adds up what group averages of several rounds say of a text, or compares two rounds "
+        "between which a row left.",
+        _INVENTED,
+    ),
+    7: AttackWords(
+        ("membership in a sum less one's own part",),
+        "Another silo subtracts its own part from the sum of all silos and asks for membership in the rest.",
+        _INVENTED,
+    ),
+    8: AttackWords(
+        ("search of a text pool",),
+        "An outsider has a pool of texts and picks those that are behind a group average.",
+        "on texts or releases without the silo's rows",
+    ),
+    9: AttackWords(
+        ("embedding inversion, white box",),
+        "The server has the encoder's weights and computes a text whose vector comes near a group average.",
+        _NOBODYS,
+    ),
+    10: AttackWords(
+        ("embedding inversion, learned decoder", "embedding inversion, zero-shot"),
+        "An outsider who can only ask the encoder writes texts, by a decoder trained on other text or by a "
+        "public language model, whose vectors come near a group average.",
+        _NOBODYS,
+    ),
+    11: AttackWords(
+        ("gradient inversion",),
+        "The server reads the texts of a batch back out of the gradient of one step.",
+        _NOBODYS,
+        ("gradient",),
+    ),
+    12: AttackWords(
+        ("membership in a trained model",),
+        "Whoever has a trained model and a text asks whether the model was trained on it.",
+        "on the model that the run began with",
+        ("model", "masked-model", "encrypted-model"),
+    ),
+    13: AttackWords(
+        ("attribute probe",),
+        "An outsider trains a probe that says which label the rows behind a group average have.",
+        _NOBODYS,
+    ),
+}  # fmt: skip
+_WEIGHTS = ATTACKS[12].kinds
+_NUMBERED = re.compile(r"\((\d{1,2})\)$")
+
+_SHORT = {
+    "membership": "in a group average",
+    "membership over several rounds": "over several rounds",
+    "membership, a row that left between two rounds": "a row that left",
+    "membership in a sum less one's own part": "in a sum of all",
+    "membership in a trained model": "in a trained model",
+}
+_METRICS = {
+    "auc": "AUC", "token_f1": "token F1", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rouge_l": "ROUGE-L",
+    "bleu": "BLEU", "recall": "recall in a pool", "accuracy": "accuracy on labels",
+}  # fmt: skip
+_RATE = re.compile(r"tpr_at_(\d{1,2}(?:\.\d{1,3})?)_percent_fpr")
 # What a metric is, for whoever has only the terminal.
 MEANINGS = {
     "auc": "AUC: share of pairs in which a row of the silo scores above a stranger's",
     "tpr_at_1_percent_fpr": "TPR at 1 % FPR: share of the silo's rows found, one stranger's row in 100 taken "
     "for one",
+    "tpr_at_0.1_percent_fpr": "TPR at 0.1 % FPR: the same, one stranger's row in 1000",
     "token_recall": "token recall: share of the words written down correctly",
-    "token_f1": "token F1: the same, wrong words counted against it",
+    "token_f1": "token F1: share of words written down correctly, wrong words counted against it",
     "guesses_right": "guesses right: of the auditor's guesses which canary texts coins had put in (as few as "
     "its bound needs), those that were right",
     "rare_token_recall": "rare token recall: of words that no other text has",
+    "bag_precision": "bag precision: share of the words written down that stand in any row of the group",
+    "exact_texts": "exact texts: share of the texts put together word for word",
+    "rouge1": "ROUGE-1: words that a text read back and the true one share",
+    "rouge2": "ROUGE-2: pairs of words in a row that they share",
+    "rouge_l": "ROUGE-L: longest run of words in the same order that they share",
+    "bleu": "BLEU: runs of up to four words that they share",
+    "cosine": "cosine: how alike the vectors of the text read back and of the target are",
+    "recall": "recall in a pool: share of a silo's texts found in a pool that holds them among others",
+    "accuracy": "accuracy on labels: share of answers right, which labels a group has",
 }
 WORDS = (
     ("Baseline", "What an attacker scores who guesses without seeing what left."),
+    ("Control", "What the same attack scores where it has nothing to find: on texts that were not in the "
+     "data, or on a release or a model without the silo's rows. What it scores above its control it read."),
     ("Cap", "The most that the claimed ε allows on this figure; none where a claim does not bound it. A "
      "claim on data with and without a row is first converted to the attack's game, one row exchanged for "
      "another; a claim on a unit of several rows bounds each of them."),
-    ("Attack 1, by likelihood ratio or by dot product", "Two ways to score whether a text is behind a "
-     "centroid: by how much likelier it makes it, or by how alike they are."),
-    ("Token F1, rare token recall", "F1 also counts what was written down wrongly. Rare tokens, such as "
-     "names, are those that no auxiliary text has."),
-    ("TPR at 1 % FPR", "True and false positive rate: the share of members found while one other row in a "
-     "hundred is taken for one."),
+    ("By likelihood ratio or by dot product", "Two ways to score whether a text is behind a centroid: by how "
+     "much likelier it makes it, or by how alike they are."),
+    ("By loss, LiRA or RMIA", "Ways to score whether a text was trained on: by the model's loss on it, or "
+     "by that loss against models trained with and without it."),
+    ("Token F1, rare token recall, bag precision", "F1 also counts what was written down wrongly. Rare "
+     "tokens, such as names, are those that no auxiliary text has. Bag precision: the share of the words "
+     "written down that stand in any row of the group."),
+    ("TPR at 1 % FPR, at 0.1 % FPR", "True and false positive rate: the share of members found while one "
+     "other row in a hundred, or in a thousand, is taken for one."),
     ("AUC", "How well members are told from others: 0.5 is a coin, 1.0 is always right."),
     ("Token recall", "The share of the words of a group of texts that the attacker wrote down correctly."),
+    ("ROUGE, BLEU, exact texts", "How much of a text was read back in its order: words (ROUGE-1), pairs of "
+     "words (ROUGE-2), the longest common run (ROUGE-L), runs of up to four (BLEU), or all of it."),
+    ("Recall in a pool, accuracy on labels", "The share of a silo's texts found among others in a pool; the "
+     "share of right answers on which labels are behind a group."),
     ("Canary, one-run audit, guesses right", "Attack 4 makes a release once more with texts of the auditor's "
      "own, canaries, each put in or left out by a coin. From what comes out the auditor guesses some of the "
      "coins. How many guesses are right proves a lower bound on ε, of a row being there or not."),
@@ -59,7 +190,36 @@ WORDS = (
 
 def metric_words(metric: str) -> str:
     """`token_recall` as `token recall`."""
-    return _METRICS.get(metric.lower(), clean(metric, 40).replace("_", " "))
+    key = metric.lower()
+    rate = _RATE.fullmatch(key)
+    return f"TPR at {rate[1]} % FPR" if rate else _METRICS.get(key, clean(metric, 40).replace("_", " "))
+
+
+def short_title(number: int, attack: str) -> str:
+    """What stands above a small plot of an attack on membership."""
+    return f"{number}, {_SHORT.get(attack) or clean(attack, 22)}"
+
+
+def meanings(findings: Sequence[Finding]) -> list[str]:
+    """What the metrics of some findings are."""
+    metrics = {metric_key(f) for f in findings}
+    return [meaning for metric, meaning in MEANINGS.items() if metric in metrics]
+
+
+def attack_number(name: str) -> int | None:
+    """The number of an attack by what an audit calls it; None for another name."""
+    numbered = _NUMBERED.search(name)
+    if numbered is not None:
+        return int(numbered[1])
+    return next(
+        (n for n, words in ATTACKS.items() if any(name.startswith(known) for known in words.names)), None
+    )
+
+
+def control_words(finding: Finding) -> str:
+    """Where the attack had nothing to find, as part of a sentence."""
+    known = ATTACKS.get(finding.number)
+    return (known.control if known else "") or "where there was nothing to find"
 
 
 def verdict_of(finding: Finding) -> Badge:
@@ -78,23 +238,94 @@ def answers(audit: Audit) -> list[tuple[str, Badge]]:
     ]
 
 
+def attack_list(found: Sequence[int]) -> str:
+    """`attacks 2 and 3`."""
+    return f"attack{'s' if len(found) > 1 else ''} {joined([str(number) for number in found])}"
+
+
+def not_run_numbers(audit: Audit) -> list[int]:
+    """Numbers of the attacks that an audit has no figure of."""
+    return sorted(set(ATTACKS) - {finding.number for finding in audit.findings})
+
+
+def _left_alone(audit: Audit) -> list[str]:
+    """What left and no attack was put to, and which attacks were not run, as sentences of one audit."""
+    ran = {finding.number for finding in audit.findings}
+    kinds: dict[str, dict[str, Any]] = {}
+    for release in audit.releases:
+        if release.claim.get("mechanism") != "independent":
+            kinds.setdefault(release.kind, release.claim)
+    sentences = []
+    weights = [kind for kind in kinds if kind in _WEIGHTS] if 12 not in ran else []
+    if weights:
+        words = joined(list(dict.fromkeys(kind_words(kind_of(k, kinds[k])) for k in weights)))
+        start = f"Weights were not attacked (attack 12), though they left: {words}."
+        if audit.weights_claimed:
+            sentences.append(
+                f"{start} They left under a claim, and its ε bounds what any attack on them can gain."
+            )
+        else:
+            sentences.append(
+                f"{start} Weights under no claim are the larger leak, so a run without other findings is not "
+                "a run without leaks."
+            )
+    others = []
+    for kind, claim in kinds.items():
+        attacks = [n for n, words in ATTACKS.items() if kind in words.kinds and n != 3]
+        if kind not in _WEIGHTS and not ran & set(attacks):
+            by = f" (by {attack_list(attacks)})" if attacks else ""
+            others.append(f"“{kind_words(kind_of(kind, claim))}”{by}")
+    if others:
+        sentences.append(f"No attack was put to {joined(others)}, which left too.")
+    listed = {attack_number(one.attack) for one in audit.not_run}
+    missing = not_run_numbers(audit)
+    if missing:
+        start = attack_list(missing)
+        were = "were" if len(missing) > 1 else "was"
+        sentences.append(f"{start[0].upper()}{start[1:]} {were} not run.")
+    partly = sorted(number for number in listed if number is not None and number in ran)
+    if partly:
+        start = attack_list(partly)
+        sentences.append(f"{start[0].upper()}{start[1:]} could not be put to all that left.")
+    return sentences
+
+
 def not_attacked(audits: Audits) -> list[str]:
-    """Sentences on what left and was not attacked, which a reader must not take for safe."""
-    if not any(
-        entry.attack.startswith("membership in a trained model") for _, a in audits for entry in a.not_run
-    ):
-        return []
-    if all(audit.weights_claimed for _, audit in audits):
-        return [
-            "Weights were not attacked: this version attacks centroids only. They left under a claim, and "
-            "its ε bounds what any attack on them can gain."
-        ]
-    exact = [name for name, audit in audits if not audit.weights_claimed]
-    where = f" that left under no claim, in {listing(exact)}," if len(exact) < len(audits) else ""
+    """Sentences on what was not attacked, which a reader must not take for safe. Runs that share one are
+    named in it."""
+    found: dict[str, list[str]] = {}
+    for name, audit in audits:
+        for sentence in _left_alone(audit):
+            found.setdefault(sentence, []).append(name)
     return [
-        f"Weights were not attacked: this version attacks centroids only. Weights{where} are the larger "
-        "leak, so a run without centroids is not a run without leaks."
+        sentence if len(names) == len(audits) else f"In {listing(names)}: {sentence[0].lower()}{sentence[1:]}"
+        for sentence, names in found.items()
     ]
+
+
+def overlap_words(audits: Audits) -> list[str]:
+    """How much of the pool was left out since it is also a silo's."""
+    found: dict[str, list[str]] = {}
+    for name, audit in audits:
+        if (one := audit.overlap) is not None:
+            shared = f"{one.left_out:,} of {count(one.pool, 'pool text')} share a passage with a silo's rows"
+            told = f"{shared} and were left out of every attack." if one.left_out else f"{shared}."
+            found.setdefault(told, []).append(name)
+    return [
+        told if len(names) == len(audits) else f"In {listing(names)}: {told}" for told, names in found.items()
+    ]
+
+
+def game_epsilon(finding: Finding) -> float | None:
+    """The claimed ε in the game that an attack plays; None where none is claimed or an audit does not say."""
+    if finding.claim_epsilon is None:
+        return None
+    if finding.metric == "guesses_right":  # its game is add-remove, whatever the claim compares
+        return number_in(finding.details.get("claim_epsilon_add_remove"))
+    game = number_in(finding.details.get("claim_epsilon_replace_one"))
+    if game is None and finding.details.get("claim_adjacency") == finding.adjacency:
+        return number_in(finding.claim_epsilon)
+    return game
 
 
 def claimed_words(findings: Sequence[Finding]) -> str:

@@ -1,4 +1,4 @@
-"""What a figure proves: exact intervals, lower bounds on epsilon, the caps a claim implies, proposition 1.
+"""What a figure proves: exact intervals, lower bounds on epsilon, and the caps a claim implies.
 
 Pure mathematics on counts, scores and arrays; no files, models or text. Adjacency matters here. A claim is
 add/remove (a unit is there or not) or replace-one (it, or another one, is there), and so is a game: a
@@ -11,19 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.stats import beta, norm
+from scipy.stats import t as student
 
-from attacks.findings import Bound
 from securefl.centroid_privacy import centroid_mu
 from securefl.privacy import gaussian_delta, gaussian_epsilon
 from securefl.release import Adjacency, GaussianSums
 
 ALPHA = 0.05
+_FEW_UNITS = 8
 
 
 def upper_bound(successes: int, trials: int, alpha: float) -> float:
@@ -230,48 +230,25 @@ def ratio_interval(
     """Percentile bootstrap of sum(hits) / sum(totals) over units. hits, totals: (n,), hits <= totals.
 
     Where every unit is all right or all wrong resampling shows no spread; the bound is then Clopper-Pearson's
-    over the units.
+    over the units. Of fewer than 8 units there are too few different samples, and the interval is Student's
+    with the jackknife's standard error.
     """
     value, units = float(hits.sum() / totals.sum()), len(hits)
     if value in (0.0, 1.0):
         right = round(value * units)
         return lower_bound(right, units, alpha / 2), upper_bound(right, units, alpha / 2)
+    if units == 1:
+        return 0.0, 1.0
+    if units < _FEW_UNITS:
+        rest = (hits.sum() - hits) / np.maximum(totals.sum() - totals, 1e-12)
+        error = math.sqrt((units - 1) / units * float(((rest - rest.mean()) ** 2).sum()))
+        reach = float(student.ppf(1 - alpha / 2, units - 1)) * error
+        return max(0.0, value - reach), min(1.0, value + reach)
     draw = rng.integers(0, units, (2000, units))
     sums = totals[draw].sum(1)
     rates = hits[draw].sum(1)[sums > 0] / sums[sums > 0]
     low, high = np.quantile(rates, (alpha / 2, 1 - alpha / 2))
     return min(float(low), value), max(float(high), value)
-
-
-def proposition_1(
-    name: str, vectors: NDArray[Any], predictions: NDArray[Any], groups: list[list[int]]
-) -> Bound:
-    """Proposition 1 of FedKC, measured: scatter within clusters is at most the scatter around one mean.
-
-    vectors: (n, ...) and predictions: (n, C) of the rows; groups: row indices of each cluster. `bound` is the
-    total scatter over the grouped rows, `measured` the one within clusters. It holds for every partition, so
-    it never tells a good clustering from a random one; with one cluster both are equal and it says nothing.
-    """
-    joined = np.concatenate(
-        [
-            np.asarray(vectors, np.float64).reshape(len(vectors), -1),
-            np.asarray(predictions, np.float64).reshape(len(predictions), -1),
-        ],
-        axis=1,
-    )
-    used = joined[[row for group in groups for row in group]]
-    total = float(((used - used.mean(0)) ** 2).sum())
-    within = sum(
-        float(((joined[group] - joined[group].mean(0)) ** 2).sum()) for group in groups if len(group)
-    )
-    slack = 1e-6 * max(total, 1e-30)
-    return Bound(
-        name=name,
-        bound=total,
-        measured=within,
-        holds=within <= total + slack,
-        vacuous=sum(bool(group) for group in groups) < 2 or within >= total - slack,
-    )
 
 
 def gaussian_mu_at(epsilon: float, delta: float) -> float:

@@ -31,12 +31,64 @@ def main() -> None:
     sys.exit(run_app(app, "securefl-audit"))
 
 
-@app.command(epilog="Example: securefl-audit run my-run --out my-run-audit")
+@app.command(
+    epilog="Examples: securefl-audit run my-run --out my-run-audit\n\n"
+    "securefl-audit run --releases centroids.npy --encoder builtin:minilm --pool public.csv "
+    "--rows ours.csv --group cluster --out audit"
+)
 def run(
-    run_dir: Annotated[Path, typer.Argument(help="Folder that a simulation wrote.", show_default=False)],
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="Folder that a simulation wrote.", show_default=False)
+    ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for audit.json, the report and the note.", show_default=False)
-    ],
+        Path | None, typer.Option(help="Folder for audit.json, the report and the note.", show_default=False)
+    ] = None,
+    releases: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Instead of a run: vectors (.npy, .safetensors, Parquet, CSV)."),
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option(metavar="DIR", help="With --releases: the model that made the vectors.")
+    ] = None,
+    pool: Annotated[
+        Path | None, typer.Option(metavar="TEXTS", help="With --releases: texts that are nobody's.")
+    ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(metavar="TEXTS", help="With --releases: the texts behind the vectors, to score by."),
+    ] = None,
+    claim: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --releases: the privacy claimed (JSON: mechanism, clip, noise_multiplier, "
+            "count_multiplier, delta).",
+        ),
+    ] = None,
+    text: Annotated[str, typer.Option(metavar="COLUMN", help="Of --pool and --rows: the text.")] = "text",
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Of --pool and --rows: a label, if there is one.")
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Of --rows: which vector a row is behind, counted from 0; else row i is behind vector i.",
+        ),
+    ] = None,
+    max_length: Annotated[
+        int, typer.Option(metavar="N", help="With --releases: tokens of a text that the encoder read.")
+    ] = 64,
+    normalised: Annotated[
+        bool, typer.Option("--normalised", help="With --releases: each text's vector was scaled to length 1.")
+    ] = False,
+    attacks: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Numbers of the attacks to run; else all that apply.")
+    ] = None,
+    show_text: Annotated[
+        bool, typer.Option("--show-text", help="Write the texts that were read back into the files.")
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="S", help="With --releases: of all that is drawn.")] = 0,
     identity: Annotated[
         Path | None,
         typer.Option(metavar="KEY", help="Sign the files with this private file of `securefl keygen`."),
@@ -44,18 +96,29 @@ def run(
     passphrase_file: PassphraseFile = None,
     as_json: Json = False,
 ) -> None:
-    """Attack every recorded release of a run and write audit.json, an HTML report and a note in Markdown.
+    """Attack what left the silos of a run, or what another system shared; write findings, report and a note.
 
-    The files hold no text of a silo. With --identity they are signed: `securefl-audit verify` checks that.
+    The files hold no text of a silo, unless --show-text asks for what was read back. An interrupted audit
+    goes on where it was when it is started again. With --identity the files are signed: `securefl-audit
+    verify` checks that. Exit code 4 where a claim is violated, or an attack fails its self-test.
     """
-    from attacks.audit import audit, audit_files
+    from attacks.audit import audit, audit_elsewhere, audit_files
     from attacks.audit_report import attack_table
-    from attacks.audit_words import answers, not_attacked
+    from attacks.audit_words import answers, not_attacked, not_run_numbers
+    from attacks.elsewhere import Columns, Elsewhere
     from attacks.signature import sign_audit
     from securefl.commands.keys import open_identity
-    from securefl.report.page import count
 
-    out = check_out(out) if out.resolve() != run_dir.resolve() else out
+    if out is None:
+        raise UsageError("--out: name a folder for the audit")
+    if (run_dir is None) == (releases is None):
+        raise UsageError("name either the folder of a run or a file of vectors (--releases)")
+    extra = {"--encoder": encoder, "--pool": pool, "--rows": rows, "--claim": claim, "--group": group}
+    for name, value in extra.items():
+        if run_dir is not None and value is not None:
+            raise UsageError(f"{name}: goes with --releases; a run's folder has its own")
+    chosen = _numbers(attacks)
+    out = out if run_dir is not None and out.resolve() == run_dir.resolve() else check_out(out)
     # Asked for before the work: a wrong passphrase must not come after it.
     signer = None if identity is None else open_identity(identity, passphrase_file)[0]
     with progress_bar(1.0) as move:
@@ -66,9 +129,19 @@ def run(
             move(share - done, what)
             done = share
 
-        result = audit(run_dir, out, to)
+        if run_dir is not None:
+            result = audit(run_dir, out, to, show_text, chosen)
+        else:
+            if releases is None or encoder is None or pool is None:
+                raise UsageError("--releases needs --encoder and --pool")
+            source = Elsewhere(
+                releases, encoder, pool, rows, claim, columns=Columns(text, label, group),
+                max_length=max_length, normalised=normalised, seed=seed,
+            )  # fmt: skip
+            result = audit_elsewhere(source, out, to, show_text, chosen)
+    files = audit_files(run_dir, out)
     if signer is not None:
-        sign_audit(out, audit_files(run_dir, out), signer, int(time.time()))
+        sign_audit(out, files, signer, int(time.time()))
     if as_json:
         sys.stdout.write(result.to_json() + "\n")
     else:
@@ -76,16 +149,26 @@ def run(
             OUT.print(attack_table([(result.method, result)]))
         for question, answer in answers(result):
             OUT.print(f"{question}: {answer.text}", highlight=False)
-        left = count(len(result.not_run), "attack was", "attacks were")
-        OUT.print(f"{left} not run; the report says why.", highlight=False)
+        if left := not_run_numbers(result):
+            numbers = ", ".join(map(str, left))
+            OUT.print(f"no figure of attack {numbers}; the report says why", highlight=False)
         untouched = [] if result.findings else not_attacked([(result.method, result)])
         for sentence in (*untouched, result.warning):
             OUT.print(sentence, highlight=False)
-        report = out / audit_files(run_dir, out)[1]
-        OUT.print(str(report), highlight=False, soft_wrap=True, markup=False)
+        OUT.print(str(out / files[1]), highlight=False, soft_wrap=True, markup=False)
     if any(finding.verdict == "violates_claim" for finding in result.findings):
         ERR.print("securefl-audit: a finding lies above the cap of its claim", highlight=False)
         raise typer.Exit(VIOLATION)
+
+
+def _numbers(attacks: str | None) -> frozenset[int] | None:
+    """`1,8` as numbers. Raises UsageError."""
+    if attacks is None:
+        return None
+    parts = [part.strip() for part in attacks.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts):
+        raise UsageError("--attacks: write numbers of attacks, as 1,2,8")
+    return frozenset(map(int, parts))
 
 
 @app.command(epilog="Example: securefl-audit verify my-run-audit --card auditor.card.json")
@@ -159,6 +242,45 @@ def mechanism(
         _show_mechanism(result)
     if result.verdict == "violates_claim":
         ERR.print("securefl-audit: the lower bound lies above the claim", highlight=False)
+        raise typer.Exit(VIOLATION)
+
+
+@app.command(epilog="Example: securefl-audit selftest --json")
+def selftest(
+    repetitions: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Audits of each known epsilon (20, or 3 with --quick); null games are ten times as many.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Seconds: fewer repetitions, epsilon 4 only, no null game of 10,000."),
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="S", help="Of the repetitions.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Test the auditor itself: nothing found where there is nothing, planted leaks and faults found.
+
+    Exit code 4 where a check fails.
+    """
+    from attacks.selftest import selftest as test
+    from securefl.report.render import plain_table
+
+    with progress_bar(1.0) as move:
+        result = test(repetitions=repetitions, quick=quick, seed=seed, progress=move)
+    if as_json:
+        sys.stdout.write(result.to_json() + "\n")
+    else:
+        columns = [("check", False), ("expected", False), ("measured", False), ("", False)]
+        rows = [(c.name, c.expected, c.measured, "ok" if c.passed else "FAILED") for c in result.checks]
+        OUT.print(plain_table(f"{len(rows)} checks in {result.seconds:.0f} s", columns, rows))
+        OUT.print(result.warning, highlight=False)
+    failed = [check for check in result.checks if not check.passed]
+    if failed:
+        ERR.print(f"securefl-audit: {len(failed)} failed, first: {failed[0].name}", highlight=False)
         raise typer.Exit(VIOLATION)
 
 

@@ -1,4 +1,4 @@
-"""What the attacks on a run work on: its centroid releases with their encoders, the truth, and other text.
+"""What the attacks work on: centroid releases with their encoders, the truth, and other text.
 
 What an attack may see is what its adversary sees; the truth is there to score it, to choose control rows with
 the members' labels, and to check that a release is what the run says. This room knows no attack.
@@ -7,24 +7,75 @@ the members' labels, and to check that a release is what the run says. This room
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attacks.adversary import NotEnough
-from attacks.runs import CENTROIDS, Recorded, Run, Texts, open_recorded
+from attacks.findings import Overlap
+from attacks.runs import CENTROIDS, Recorded, Run, Texts
+from securefl.centroid_privacy import clip_rows
+from securefl.config import Config
 from securefl.errors import ProtocolError
 from securefl.models import Slm
-from securefl.release import GaussianSums, NonPrivate, PayloadKind, Release
-from securefl.training import embed
+from securefl.release import ROW, GaussianSums, NonPrivate, PayloadKind, Release
 
 # Auxiliary rows below which no covariance is worth estimating.
 MIN_AUXILIARY = 16
+_NOISE_SLACK = 3.0
 # Bytes of pooled vectors kept over all encoders, so that the next attack need not embed the texts again.
 _KEPT = 1 << 30
+
+
+class Source(Protocol):
+    """Where releases come from: a run's folder (`attacks.runs.Run`) or elsewhere (`attacks.elsewhere`)."""
+
+    @property
+    def name(self) -> str:
+        """What the audit calls it."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def config(self) -> Config | None:
+        """The configuration that made the releases; None where it is not known."""
+
+    @property
+    def releases(self) -> Sequence[Recorded]: ...
+
+    @property
+    def pool(self) -> Texts:
+        """Texts that are nobody's, without those that overlap with a silo's."""
+
+    @property
+    def truth(self) -> bool:
+        """Whether the rows behind the releases are known."""
+
+    @property
+    def overlap(self) -> Overlap:
+        """How much of the pool was left out, because it overlaps with a silo's rows."""
+
+    def open(self, recorded: Recorded) -> Release: ...
+
+    def rows(self, silo: str) -> Texts:
+        """The rows that a silo trained on, or that are behind what it released."""
+
+    def clusters(self, recorded: Recorded, count: int) -> list[list[int]]:
+        """For each of `count` centroids the indices (into `rows`) of the rows behind it."""
+
+    def encoder(self, recorded: Recorded, release: Release) -> Slm:
+        """The model that a release was made with."""
+
+    def embed(self, slm: Slm, texts: Sequence[str]) -> NDArray[np.float32]:
+        """(n, d) what a text's vector is before it is averaged."""
 
 
 def split_pool(pool: Texts, seed: int) -> tuple[Texts, Texts]:
@@ -53,7 +104,7 @@ class Scene:
     @property
     def slm(self) -> Slm:
         """The encoder that the release names."""
-        return self.evidence.run.encoder(self.recorded, self.release)
+        return self.evidence.source.encoder(self.recorded, self.release)
 
     @property
     def members(self) -> list[int]:
@@ -65,7 +116,7 @@ class Scene:
 
     def rng(self, attack: int) -> np.random.Generator:
         """The generator of an attack, by its number, on this release."""
-        return np.random.default_rng([self.evidence.run.result.seed, 2, self.index, attack])
+        return np.random.default_rng([self.evidence.source.seed, 2, self.index, attack])
 
     def pooled(self, texts: Texts) -> NDArray[np.float64]:
         """(n, d) vectors of texts under the release's encoder."""
@@ -73,21 +124,27 @@ class Scene:
 
 
 class Evidence:
-    """A run as its attacks see it. Nothing is loaded before it is asked for."""
+    """Releases as their attacks see them. Nothing is loaded before it is asked for."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, source: Source) -> None:
+        self.source = source
         self._vectors: OrderedDict[str, dict[str, NDArray[np.float32]]] = OrderedDict()
 
     @cached_property
     def targets(self) -> tuple[Recorded, ...]:
         """The centroid releases by round, since all silos of a round have the same encoder."""
-        found = (one for one in self.run.releases if one.row.kind in CENTROIDS)
+        found = (one for one in self.source.releases if one.row.kind in CENTROIDS)
         return tuple(sorted(found, key=lambda one: (one.row.round, one.silo)))
 
+    @property
+    def run(self) -> Run | None:
+        """The run, for attacks on what only a run has: models, sums, the code that made a release."""
+        return self.source if isinstance(self.source, Run) else None
+
     @cached_property
-    def _pool(self) -> tuple[Texts, Texts]:
-        return split_pool(self.run.pool, self.run.result.seed)
+    def halves(self) -> tuple[Texts, Texts]:
+        """The pool as auxiliary text of the adversary, and control rows."""
+        return split_pool(self.source.pool, self.source.seed)
 
     def scenes(self, kind: PayloadKind) -> Iterator[tuple[Recorded, Scene | NotEnough]]:
         """Every centroid release of a kind, with its scene or why there is none.
@@ -95,14 +152,22 @@ class Evidence:
         Raises ProtocolError for a release that is malformed or not what the run says.
         """
         for index, one in enumerate(self.targets):
-            if one.row.kind == kind.value:
+            if one.row.kind == kind.value and not self.source.truth:
+                yield one, NotEnough("the rows behind it were not given, so what is read cannot be scored")
+            elif one.row.kind == kind.value:
                 try:
                     yield one, self._scene(one, index)
                 except NotEnough as why:
                     yield one, why
 
+    def blind(self, one: Recorded) -> Scene:
+        """A release whose rows are not known; all of the pool is auxiliary text. Raises NotEnough."""
+        scene = self._scene(one, self.targets.index(one))
+        nobody = self.source.pool.take([])
+        return replace(scene, auxiliary=self.source.pool, controls=nobody)
+
     def _scene(self, one: Recorded, index: int) -> Scene:
-        release = open_recorded(one)
+        release = self.source.open(one)
         if not isinstance(release.claim, NonPrivate | GaussianSums):
             raise ProtocolError(
                 f"{one.path}: {release.claim.mechanism} is no mechanism that releases centroids"
@@ -110,13 +175,21 @@ class Evidence:
         count = _check_arrays(one, release)
         if not count:
             raise NotEnough("every cluster was withheld, so there is no centroid to attack")
-        auxiliary, controls = self._pool
+        auxiliary, controls = self.halves
         if len(auxiliary) < MIN_AUXILIARY:
             raise NotEnough(
-                f"{len(auxiliary)} auxiliary rows in truth/pool.jsonl, at least {MIN_AUXILIARY} are needed"
+                f"{len(auxiliary)} auxiliary rows in the pool, at least {MIN_AUXILIARY} are needed"
             )
-        groups = self.run.clusters(one, count)
-        return Scene(one, release, self.run.rows(one.silo), groups, auxiliary, controls, index, self)
+        groups: list[list[int]] = [[] for _ in range(count)]
+        rows = Texts((), (), ())
+        if self.source.truth:
+            groups, rows = self.source.clusters(one, count), self.source.rows(one.silo)
+        return Scene(one, release, rows, groups, auxiliary, controls, index, self)
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """Of the pool, where an attack has read it."""
+        return self.source.overlap if "halves" in self.__dict__ else None
 
     def pooled(self, scene: Scene, texts: Texts) -> NDArray[np.float64]:
         """(n, d) in the order of `texts`, embedded once for each encoder as long as there is room."""
@@ -125,7 +198,7 @@ class Evidence:
         self._vectors.move_to_end(name)
         missing = [text for text in dict.fromkeys(texts.texts) if text not in known]
         if missing:
-            known.update(zip(missing, embed(scene.slm, missing, "pooled"), strict=True))
+            known.update(zip(missing, self.source.embed(scene.slm, missing), strict=True))
         found = np.array([known[text] for text in texts.texts], np.float64)
         while len(self._vectors) > 1 and self._bytes() > _KEPT:
             self._vectors.popitem(last=False)
@@ -164,6 +237,7 @@ def check_truth(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.fl
     if centroids.shape[1:] != vectors.shape[1:]:
         raise ProtocolError(f"{scene.recorded.path}: centroids: are not of the width of the encoder it names")
     if not isinstance(scene.release.claim, NonPrivate):
+        _check_noised(scene, vectors, mask)
         return
     for index, (group, size) in enumerate(zip(scene.groups, scene.release.tensors["sizes"], strict=True)):
         if len(group) != size:
@@ -181,6 +255,25 @@ def check_truth(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.fl
                 f"{scene.recorded.path}: centroid {index} is not the mean of the rows that the truth names "
                 "for it under this encoder, so a score would mean nothing"
             )
+
+
+def _check_noised(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.floating] | None) -> None:
+    """Noised sums of rows must be near those of the rows that the truth names: as far off as their noise.
+
+    Only sums that are further off than three times the noise are refused; too little noise is for the attacks
+    to find. A unit of several rows is clipped as a whole, which is not done again here.
+    """
+    claim = scene.release.claim
+    if mask is not None or not isinstance(claim, GaussianSums) or claim.unit != ROW or not scene.members:
+        return
+    sums = np.stack([clip_rows(vectors[group], claim.clip).sum(0) for group in scene.groups])
+    left = scene.release.tensors["centroids"] * scene.release.tensors["sizes"][:, None] - sums
+    off = float(np.sqrt((left.astype(np.float64) ** 2).mean())) / (claim.clip * claim.noise_multiplier)
+    if off > _NOISE_SLACK:
+        raise ProtocolError(
+            f"{scene.recorded.path}: the centroids are {off:.1f} times as far from the rows that the truth "
+            "names as their noise is, so this is another encoder, or other rows; a score would mean nothing"
+        )
 
 
 def label_ids(texts: Texts, names: Mapping[str, int]) -> NDArray[np.int64]:

@@ -43,7 +43,9 @@ class Finding(_Row):
     claim_epsilon None means no finite epsilon was claimed. bears_on: which questions it answers. control:
     what the same attack scores where it has nothing to find: on rows that were not in the data, or on a
     release without any; None where there is no such run. claim_compared: a claim bounds this figure, by its
-    cap or in the way that `cap_reason` says, so where the verdict is `leaks` the claim held.
+    cap or in the way that `cap_reason` says, so where the verdict is `leaks` the claim held. curve,
+    cap_curve: of an AUC, (false-positive rate, true-positive rate) of the attack and the most that the claim
+    allows. texts: what was read back, in words, the best first; empty unless the auditor asked to see it.
     """
 
     attack: str
@@ -67,6 +69,9 @@ class Finding(_Row):
     bears_on: list[Question] = []
     control: float | None = None
     claim_compared: bool = False
+    curve: list[tuple[float, float]] = []
+    cap_curve: list[tuple[float, float]] = []
+    texts: list[str] = []
     details: dict[str, Any] = {}
 
 
@@ -93,11 +98,52 @@ class NotRun(_Row):
     why: str
 
 
+class Overlap(_Row):
+    """Texts of the pool that are also a silo's, which would make attacks fitted on the pool look stronger.
+
+    pool: its texts. left_out: those of them that no attack used, since they share a passage with a row.
+    """
+
+    pool: int
+    left_out: int
+
+
+class Account(_Row):
+    """What left one silo in all, as its ledger adds up.
+
+    epsilon: of everything together, None where a release has no finite one (`no_finite_epsilon` says why) or
+    nothing left. private_epsilon: of what has one. units, adjacencies: of the claims. trust: where noise is
+    added, and who is trusted for it.
+    """
+
+    silo: str
+    releases: int
+    epsilon: float | None
+    private_epsilon: float | None
+    delta: float | None
+    no_finite_epsilon: list[str]
+    units: list[str]
+    adjacencies: list[str]
+    simulated: bool
+    trust: str
+
+
+class Utility(_Row):
+    """Test accuracy of one silo's model: with what was shared, and alone without noise."""
+
+    silo: str
+    train_rows: int
+    test_accuracy: float
+    test_interval: tuple[float, float]
+    baseline_accuracy: float
+
+
 class Audit(_Row):
     """The whole of audit.json. `schema_` is written as `schema`.
 
     untested: questions that no finding bears on; `none_shown` says nothing of them.
     weights_claimed: all weights that left, and all opened sums of them, did so under a claim.
+    overlap: None where no pool was read. channels: what leaves that no claim of these releases covers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -113,6 +159,10 @@ class Audit(_Row):
     not_run: list[NotRun]
     weights_claimed: bool = False
     untested: list[Question] = []
+    overlap: Overlap | None = None
+    accounts: list[Account] = []
+    utility: list[Utility] = []
+    channels: list[str] = []
     warning: str = (
         "An attack that finds nothing proves nothing: these attacks are a lower bound on what can be read."
     )

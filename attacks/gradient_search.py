@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from attacks.adversary import NotEnough
+from attacks.dictionary import Ids, vocabulary_size
 from attacks.gradient_span import Found, OneStep, Reader, Span, room_of, span_of, tokens_in_span
-from attacks.tokens import Ids, vocabulary_size
 from securefl.errors import SecureflError
 from securefl.models import Slm
 

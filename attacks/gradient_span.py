@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attacks.adversary import NotEnough
-from attacks.tokens import Ids, Prior, by_position, vocabulary_size
+from attacks.dictionary import Ids, Prior, vocabulary_size
+from attacks.token_scores import by_position
 from securefl.errors import ModelError, SecureflError
 from securefl.models import Slm
 from securefl.release import Tensors

@@ -9,7 +9,7 @@ Pure functions on arrays; nothing here reads files or text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,13 +38,14 @@ class Target:
     centroids: (q, d). sizes: (q,), noisy under a claim and then the divisor that was really used; numbers of
     units, of which the attack takes a row for one: of a unit of m rows it weighs less, and is harder to find.
     seeds: (s, d) public points by which rows were assigned, or None where rows belong to the nearest
-    centroid.
+    centroid. anywhere: how the rows were grouped is not known, so a row may be behind any of the centroids.
     """
 
     centroids: Vectors
     sizes: Vectors
     claim: Claim
     seeds: Vectors | None = None
+    anywhere: bool = False
 
     @property
     def noise(self) -> Vectors:
@@ -121,21 +122,36 @@ def assign(vectors: Vectors, target: Target, auxiliary: Vectors) -> NDArray[np.i
     return np.asarray(released[cells], np.int64)
 
 
+def look(vectors: Vectors, target: Target, auxiliary: Vectors, background: Background) -> NDArray[np.int64]:
+    """(n,) the centroid that each row is looked for in: of `assign`, or, where it may be behind any, the one
+    with the largest ratio."""
+    if not target.anywhere:
+        return assign(vectors, target, auxiliary)
+    best, scores = np.zeros(len(vectors), np.int64), np.full(len(vectors), -np.inf)
+    for cell in range(len(target.centroids)):
+        found = likelihood_ratios(vectors, np.full(len(vectors), cell), target, background)
+        better = found > scores
+        best[better], scores[better] = cell, found[better]
+    return best
+
+
 def fit_background(auxiliary: Vectors, target: Target) -> Background:
     """Means and covariance of the cells from auxiliary rows (m, d), not yet clipped.
 
     The covariance is that of all auxiliary rows (Ledoit and Wolf 2004): measured against the pooled
     covariance within cells it was never worse, since it has more rows and the ratio forgives a scale.
     """
-    cells = assign(auxiliary, target, auxiliary)
     rows = clipped(auxiliary, target.claim)
+    # Groups of no known kind are taken for random ones, and all auxiliary text says what their mean is.
+    cells = np.full(len(rows), -1) if target.anywhere else assign(auxiliary, target, auxiliary)
+    prior = float(len(rows)) if target.anywhere else _PRIOR_ROWS
     overall = rows.mean(0)
     variances, basis = np.linalg.eigh(LedoitWolf().fit(rows).covariance_)
     means, support = [], []
     for cell in range(len(target.centroids)):
         own = rows[cells == cell]
-        means.append((own.sum(0) + _PRIOR_ROWS * overall) / (len(own) + _PRIOR_ROWS))
-        support.append(len(own) + _PRIOR_ROWS)
+        means.append((own.sum(0) + prior * overall) / (len(own) + prior))
+        support.append(len(own) + prior)
     floor = 1e-9 * float(variances.max())
     return Background(
         basis,
@@ -218,7 +234,7 @@ def attack(
     sides = [check_vectors(members, "the silo's rows"), check_vectors(controls, "the control rows")]
     check_vectors(target.centroids, "the released centroids")
     background = fit_background(auxiliary, target)
-    cells = [assign(side, target, auxiliary) for side in sides]
+    cells = [look(side, target, auxiliary, background) for side in sides]
     sides = [side[cell >= 0] for side, cell in zip(sides, cells, strict=True)]
     cells = [cell[cell >= 0] for cell in cells]
 
@@ -244,7 +260,7 @@ def invent(target: Target, background: Background, rng: np.random.Generator) -> 
         )
         noise = background.basis @ (rng.standard_normal(len(spread)) * np.sqrt(spread))
         centroids.append(background.means[cell] + noise)
-    return Target(np.array(centroids), target.sizes, target.claim, target.seeds)
+    return replace(target, centroids=np.array(centroids))
 
 
 def match_labels(

@@ -87,7 +87,7 @@ def rank(
             raise SecureflError(
                 "the vectors of the pool hold NaN or infinity, so the audit would mean nothing"
             )
-        own = membership.assign(rows, target, auxiliary)
+        own = membership.look(rows, target, auxiliary, background)
         here = own >= 0
         cells[part] = own
         scores[part][here] = membership.likelihood_ratios(rows[here], own[here], target, background)
@@ -131,7 +131,8 @@ def decompose(
     clusters of more rows than a vector has numbers, since no solution found this way has more.
     """
     size = max(1, round(float(target.sizes[cell])))
-    inside = np.flatnonzero(ranking.cells == cell)
+    allowed = (ranking.cells == cell) | target.anywhere
+    inside = np.flatnonzero(allowed)
     width = pool.shape[1]
     if len(inside) < size:
         raise NotEnough(f"the pool has {len(inside)} rows for a cluster of {size}")
@@ -142,7 +143,7 @@ def decompose(
     work = np.sort(order[: max(_START, 2 * size)])
     for scan in range(_SCANS):
         weights, left = problem.solve(clipped(np.asarray(pool[work], np.float64), target.claim))
-        new = _violations(pool, ranking, target, cell, problem.gradient(left), work, chunk)
+        new = _violations(pool, allowed, target, problem.gradient(left), work, chunk)
         if not len(new) or scan == _SCANS - 1:
             break
         # Rows of weight 0 may come back by a later scan; what is held stays a few hundred rows.
@@ -195,9 +196,8 @@ def _problem(target: Target, background: Background, cell: int) -> _Problem:
 
 def _violations(
     pool: NDArray[Any],
-    ranking: Ranking,
+    allowed: NDArray[np.bool_],
     target: Target,
-    cell: int,
     slope: tuple[Vectors, float, float],
     work: Indices,
     chunk: int,
@@ -208,7 +208,7 @@ def _violations(
     for part, rows in _chunks(pool, chunk):
         fall = clipped(rows, target.claim) @ direction + offset
         here = np.arange(part.start, part.stop)
-        wanted = (ranking.cells[part] == cell) & (fall > least) & ~np.isin(here, work, assume_unique=True)
+        wanted = allowed[part] & (fall > least) & ~np.isin(here, work, assume_unique=True)
         best, falls = np.append(best, here[wanted]), np.append(falls, fall[wanted])
         first = np.argsort(-falls, kind="stable")[:_ADDED]
         best, falls = best[first], falls[first]
@@ -287,16 +287,17 @@ def retrieve_controls(order: Indices, members: NDArray[Any], controls: NDArray[A
     return Retrieval(int(np.isin(rest[:k], others).sum()), k, len(others), len(rest))
 
 
-def recall_cap(claim: Claim, found: Retrieval) -> tuple[float | None, str | None]:
+def recall_cap(claim: Claim, found: Retrieval, beside: float = 0.0) -> tuple[float | None, str | None]:
     """Largest expected recall at k under a claim, or None and the reason.
 
     The first k of the pool hold at most k of its pool - members other rows, so whatever chose them has a
     false-positive rate of at most k / (pool - members); the game is replace-one (`bounds.tpr_cap`, concave in
-    that rate, so it holds for the mean over members too).
+    that rate, so it holds for the mean over members too). beside: Gaussian-DP parameter of what else the
+    adversary saw of the rows, as an encoder trained on them; it is composed with the claim's.
     """
     if not isinstance(claim, GaussianSums):
         return None, "no differential privacy is claimed, so nothing is bounded"
     others = found.pool - found.members
     if found.k >= others:
         return 1.0, None
-    return tpr_cap(replace_one_mu(claim), found.k / others), None
+    return tpr_cap(float(np.hypot(replace_one_mu(claim), beside)), found.k / others), None

@@ -20,6 +20,8 @@ _ACTIVE = 256
 _LOOKS = 10
 # Sweeps re-choose one atom while all others are taken as right, up to this share of an atom's variance.
 _SWEEP_ERROR = 0.05
+# Partial choices kept for each sum of unequal weights.
+BEAMS = 8
 
 
 @dataclass(frozen=True)
@@ -171,3 +173,108 @@ def _sweep(
         if (sweep and not changed) or bool((residual.norm(dim=1) <= problem.exact).all()):
             break
     return chosen, residual
+
+
+def expect(sums: Tensor, due: Tensor, atoms: Tensor, rates: Tensor, deviation: float) -> list[Tensor]:
+    """Of sums (K, d) of `due` (K,) atoms each the likeliest `due` indices, by an estimate of all counts.
+
+    For sums of too many atoms, or of too much noise, to be told apart one by one. Counts are taken to have
+    mean and variance lambda = due * rates (M,), as Poisson counts do; given the sum their mean is
+    lambda + lambda a' C^-1 (sum - A' lambda), C = A' diag(lambda) A + deviation^2, a Wiener filter, and of
+    every atom the j-th copy is as likely as a normal count of that mean and variance exceeds j - 1/2.
+    """
+    wide, share = atoms.double(), rates.double()
+    square, mean = (wide * share[:, None]).T @ wide, share @ wide
+    width = len(square)
+    floor = max(deviation**2, 1e-6 * float(square.trace()) / width)
+    out = []
+    for total, k in zip(sums.double(), due.tolist(), strict=True):
+        inverse = torch.linalg.inv(k * square + floor * torch.eye(width, dtype=torch.float64))
+        turned, expected = wide @ inverse, k * share
+        count = expected * (1 + turned @ (total - k * mean))
+        spread = (expected * (1 - expected * (turned * wide).sum(1))).clamp(min=1e-12).sqrt()
+        near = ((count - 0.5) / spread).topk(min(len(count), 4 * k)).indices
+        copies = torch.arange(k, dtype=torch.float64) + 0.5
+        likely = (count[near, None] - copies) / spread[near, None]
+        best = likely.flatten().topk(min(k, likely.numel())).indices
+        out.append(near[best // k])
+    return out
+
+
+@dataclass(frozen=True)
+class WeightedProblem:
+    """K vectors, each the sum of atoms with known weights, over one dictionary of M atoms in d dimensions.
+
+    sums: (K, d). weights: (K, k), falling, 0 for a place without an atom. atoms: (M, d) around their mean.
+    variances: (d,) of a random atom, along whose axes the vectors are given.
+    """
+
+    sums: Tensor
+    weights: Tensor
+    atoms: Tensor
+    variances: Tensor
+
+
+def solve_weighted(problem: WeightedProblem, beams: int = BEAMS) -> tuple[Tensor, Tensor]:
+    """(K, k) indices of the atom of each weight, and the norm (K,) of what they leave.
+
+    Largest weight first, `beams` partial choices of every vector kept, each pick in the metric of what the
+    smaller weights are expected to add. Then sweeps over the best choices: an atom is chosen anew with all
+    others taken as right, and two atoms trade weights where that leaves less.
+    """
+    count, places = problem.weights.shape
+    variance = problem.variances[None]
+    chosen = torch.zeros((count, 1, places), dtype=torch.int64)
+    left = problem.sums[:, None]
+    for place in range(places):
+        weight = problem.weights[:, place]
+        rest = (problem.weights[:, place + 1 :] ** 2).sum(1)
+        # After the last pick nothing is left; a thousandth of an atom keeps the metric finite.
+        precision = 1 / (variance * (rest + 1e-3 * problem.weights[:, :1].amax(1) ** 2)[:, None])
+        gain = (left * (weight[:, None] * precision)[:, None]) @ problem.atoms.T
+        gain -= 0.5 * (weight[:, None] ** 2 * (precision @ (problem.atoms**2).T))[:, None]
+        near = gain.topk(min(beams, gain.shape[2]), dim=2).indices
+        tried = left[:, :, None] - weight[:, None, None, None] * problem.atoms[near]
+        cost = (tried**2 * precision[:, None, None]).sum(3).flatten(1)
+        best = cost.topk(min(beams, cost.shape[1]), dim=1, largest=False).indices
+        parent = best // near.shape[2]
+        chosen = chosen.gather(1, parent[:, :, None].expand(-1, -1, places)).clone()
+        chosen[:, :, place] = near.flatten(1).gather(1, best)
+        left = tried.flatten(1, 2).gather(1, best[:, :, None].expand(-1, -1, left.shape[2]))
+    return _trade(problem, chosen)
+
+
+def _trade(problem: WeightedProblem, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Sweep over (K, B, k) choices, and the best of each vector's with what it leaves."""
+    count, beams, places = chosen.shape
+    weights = problem.weights[:, None].expand(-1, beams, -1).flatten(0, 1)
+    flat = chosen.flatten(0, 1)
+    sums = problem.sums[:, None].expand(-1, beams, -1).flatten(0, 1)
+
+    def leave(which: Tensor) -> Tensor:
+        return sums - (weights[..., None] * problem.atoms[which]).sum(1)
+
+    precision = 1 / problem.variances
+    half = 0.5 * (problem.atoms**2) @ precision
+    left = leave(flat)
+    for _ in range(SWEEPS):
+        before = flat.clone()
+        for place in range(places):
+            weight = weights[:, place : place + 1]
+            free = left + weight * problem.atoms[flat[:, place]]
+            new = (weight * ((free * precision) @ problem.atoms.T) - weight**2 * half).argmax(1)
+            flat[:, place] = torch.where(weight[:, 0] > 0, new, flat[:, place])
+            left = free - weight * problem.atoms[flat[:, place]]
+        for first in range(places):
+            for second in range(first + 1, places):
+                both = problem.atoms[flat[:, second]] - problem.atoms[flat[:, first]]
+                traded = left - (weights[:, first] - weights[:, second])[:, None] * both
+                better = (traded**2 * precision).sum(1) < (left**2 * precision).sum(1)
+                pair = flat[:, [second, first]]
+                flat[:, [first, second]] = torch.where(better[:, None], pair, flat[:, [first, second]])
+                left = torch.where(better[:, None], traded, left)
+        if torch.equal(flat, before):
+            break
+    error = leave(flat).norm(dim=1).view(count, beams)
+    best = error.argmin(1)
+    return flat.view(count, beams, places)[torch.arange(count), best], error.amin(1)

@@ -133,12 +133,14 @@ def difference(
     auxiliary: Vectors,
     candidates: Vectors,
     came: bool | None = None,
+    background: Background | None = None,
 ) -> Vectors:
     """(n,) log-likelihood ratio of "this row came (or went)" against "another one did".
 
     before, after: two rounds of one silo with the same encoder and partition; of these the caller is sure.
     auxiliary: (m, d) and candidates: (n, d) by that encoder, unclipped. came: whether the row came or went;
-    None reads it from the sizes, which only exact ones say.
+    None reads it from the sizes, which only exact ones say. background: of one of the two rounds, where many
+    differences share it; None fits that of `after`.
 
     With D = S_after - S_before over all q sums, dn the same of the counts and both turned so that the row
     came, a candidate x of cell k makes D about N(x in k, 2 sigma_s^2) and dn about N(1 in k, 2 sigma_c^2);
@@ -164,7 +166,8 @@ def difference(
     came = _direction(before, after, change, counts, largest, came)
     sign = 1.0 if came else -1.0
     change, counts = sign * change, sign * counts
-    background = membership.fit_background(auxiliary, after)
+    if background is None:
+        background = membership.fit_background(auxiliary, after)
     # What no noise blurs is still rounded, and known no better than the background's own floor.
     blur = (before.noise * before.sizes) ** 2 + (after.noise * after.sizes) ** 2
     blur = np.maximum(blur + 2 * (_ROUNDING * largest) ** 2, 1e-9 * background.variances.max())
@@ -174,7 +177,10 @@ def difference(
         evidence = (counts - 0.5) / spread
     # All densities are taken relative to "no row changed", so that untouched cells drop out of them.
     rows = clipped(candidates, after.claim)
-    cells = membership.assign(candidates, after, auxiliary)
+    # The cell of the round that has the row; exact sizes say for all candidates which one it was.
+    cells = membership.assign(candidates, after if came else before, auxiliary)
+    if not isinstance(after.claim, GaussianSums):
+        cells = np.full(len(rows), int(np.abs(np.rint(counts)).argmax()))
     scores = np.zeros(len(rows))
     for cell in np.unique(cells[cells >= 0]):
         own = rows[cells == cell]

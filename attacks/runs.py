@@ -11,11 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from attacks.findings import Overlap
+from attacks.overlap import disjoint
 from securefl.config import Config, parse_config
 from securefl.errors import DataError, ModelError, PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
@@ -31,6 +37,7 @@ from securefl.release import (
     parse_json,
 )
 from securefl.result import ReleaseRow
+from securefl.training import embed
 from securefl.verification import verify_run
 
 CENTROIDS = (PayloadKind.CENTROIDS.value, PayloadKind.EMBEDDING_CENTROIDS.value)
@@ -61,6 +68,13 @@ class Texts:
             tuple(self.labels[i] for i in indices),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Texts]) -> Texts:
+        """The rows of all parts, one after the other."""
+        return cls(
+            *(tuple(chain(*(getattr(part, name) for part in parts))) for name in ("ids", "texts", "labels"))
+        )
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -85,9 +99,15 @@ class CentroidInfo(BaseModel):
     labels: list[str] = Field(min_length=2)
 
 
-def _plain(text: str) -> str:
-    """A text without what does not make it another one: case and white space."""
-    return " ".join(text.casefold().split())
+def pooled_vectors(slm: Slm, texts: Sequence[str]) -> NDArray[np.float32]:
+    """(n, d) on the GPU where there is one, which the model leaves again: attacks work on arrays."""
+    if not torch.cuda.is_available():
+        return embed(slm, texts, "pooled")
+    before = slm.device
+    try:
+        return embed(slm.to("cuda"), texts, "pooled")
+    finally:
+        slm.to(before)
 
 
 def open_release(path: Path) -> Release:
@@ -128,22 +148,48 @@ class Run:
         self._rows: dict[str, Texts] = {}
         self._encoder: tuple[str, Slm] | None = None
 
+    @property
+    def name(self) -> str:
+        return self.result.run
+
+    @property
+    def method(self) -> str:
+        return self.result.method
+
+    @property
+    def seed(self) -> int:
+        return self.result.seed
+
+    @property
+    def truth(self) -> bool:
+        """A run always knows the rows behind its releases."""
+        return True
+
+    def open(self, recorded: Recorded) -> Release:
+        """A recorded release, which must be of the kind and under the claim that the run's record states."""
+        return open_recorded(recorded)
+
     @cached_property
     def config(self) -> Config:
         """The run's configuration. Raises ConfigError."""
         return parse_config(self.result.config, f"{self.path / 'result.json'}: config")
 
     @cached_property
-    def pool(self) -> Texts:
-        """Rows that are nobody's, without those whose text is also a silo's and without repeated texts."""
+    def _pool(self) -> tuple[Texts, Overlap]:
         pool = _read_rows(self.path / "truth" / "pool.jsonl")
-        seen = {_plain(text) for client in self.result.clients for text in self.rows(client.name).texts}
-        keep = []
-        for index, text in enumerate(map(_plain, pool.texts)):
-            if text not in seen:
-                seen.add(text)
-                keep.append(index)
-        return pool.take(keep)
+        victims = (text for client in self.result.clients for text in self.rows(client.name).texts)
+        kept, left_out = disjoint(pool.texts, victims)
+        return pool.take(kept), Overlap(pool=len(pool), left_out=left_out)
+
+    @property
+    def pool(self) -> Texts:
+        """Rows that are nobody's, without those that overlap with a silo's and without repeated texts."""
+        return self._pool[0]
+
+    @property
+    def overlap(self) -> Overlap:
+        """How much of the pool was left out."""
+        return self._pool[1]
 
     def rows(self, silo: str) -> Texts:
         """The rows that a silo trained on. Raises DataError where there are none."""
@@ -156,27 +202,34 @@ class Run:
 
     def clusters(self, recorded: Recorded, count: int) -> list[list[int]]:
         """For each of `count` centroids the indices (into `rows`) of the rows behind it."""
+        path, clusters = self._truth(recorded, "clusters")
+        lists = isinstance(clusters, list) and all(isinstance(cluster, list) for cluster in clusters)
+        if not isinstance(clusters, list) or not lists or len(clusters) != count:
+            raise DataError(f"{path}: clusters: there must be one list of row ids for each centroid")
+        return [self._indices(recorded, path, "clusters", cluster) for cluster in _once(path, clusters)]
+
+    def batch(self, recorded: Recorded) -> list[int]:
+        """The indices (into `rows`) of the rows in the batch behind a gradient."""
+        path, rows = self._truth(recorded, "rows")
+        if not isinstance(rows, list) or not rows:
+            raise DataError(f"{path}: rows: must be the ids of the rows in a batch")
+        return self._indices(recorded, path, "rows", _once(path, [rows])[0])
+
+    def _truth(self, recorded: Recorded, field: str) -> tuple[Path, Any]:
+        """The file that says which rows are behind a release, and what it says in a field."""
         folder = self.path / "truth" / recorded.silo
-        index = {row: i for i, row in enumerate(self.rows(recorded.silo).ids)}
         for path in sorted(folder.glob("*.json")):
             document = _read_json(path)
-            if not isinstance(document, dict) or document.get("release") != recorded.path.name:
-                continue
-            clusters = document.get("clusters")
-            lists = isinstance(clusters, list) and all(isinstance(cluster, list) for cluster in clusters)
-            if not isinstance(clusters, list) or not lists or len(clusters) != count:
-                raise DataError(f"{path}: clusters: there must be one list of row ids for each centroid")
-            try:
-                groups = [[index[row] for row in cluster] for cluster in clusters]
-            except (KeyError, TypeError) as error:
-                raise DataError(
-                    f"{path}: clusters: a row id is not one of {folder / 'rows.jsonl'}"
-                ) from error
-            used = [row for group in groups for row in group]
-            if len(set(used)) != len(used):
-                raise DataError(f"{path}: clusters: a row is behind two centroids")
-            return groups
+            if isinstance(document, dict) and document.get("release") == recorded.path.name:
+                return path, document.get(field)
         raise DataError(f"{folder}: no file says which rows are behind {recorded.path.name}")
+
+    def _indices(self, recorded: Recorded, path: Path, field: str, rows: list[Any]) -> list[int]:
+        index = {row: i for i, row in enumerate(self.rows(recorded.silo).ids)}
+        try:
+            return [index[row] for row in rows]
+        except (KeyError, TypeError):
+            raise DataError(f"{path}: {field}: a row id is not one of {path.parent / 'rows.jsonl'}") from None
 
     def encoder(self, recorded: Recorded, release: Release) -> Slm:
         """The model that a centroid release was made with, found among what the server sent or silos opened.
@@ -209,6 +262,10 @@ class Run:
         self._encoder = (info.encoder, slm)
         return slm
 
+    def embed(self, slm: Slm, texts: Sequence[str]) -> NDArray[np.float32]:
+        """(n, d) pooled vectors of texts."""
+        return pooled_vectors(slm, texts)
+
     def _global_model(self, info: CentroidInfo, recorded: Recorded) -> Release:
         folder = self.path / "releases" / "server"
         first = folder / f"r{info.round:03d}-model.safetensors"
@@ -236,6 +293,14 @@ def centroid_info(recorded: Recorded, release: Release) -> CentroidInfo:
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise PayloadError(f"{recorded.path}: its public facts lack a usable {where}") from error
+
+
+def _once(path: Path, groups: list[list[Any]]) -> list[list[Any]]:
+    """The same; raises DataError where a row stands twice."""
+    used = [canonical_json(row) for group in groups for row in group]
+    if len(set(used)) != len(used):
+        raise DataError(f"{path}: a row is behind two centroids, or in a batch twice")
+    return groups
 
 
 def _read_json(path: Path) -> Any:

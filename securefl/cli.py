@@ -56,7 +56,7 @@ def demo(
     from attacks.audit import audit
     from attacks.audit_report import attack_table, audit_sections
     from attacks.findings import Audit
-    from securefl.demo import demo_configs, demo_units, run_demo
+    from securefl.demo import DEMO_ATTACKS, demo_configs, demo_units, run_demo
     from securefl.recording import RunFolder
     from securefl.report.render import accuracy_table, departures_table, write_comparison_report
 
@@ -64,7 +64,7 @@ def demo(
     audits: list[tuple[str, Audit]] = []
 
     def attack(run: Path, name: str) -> None:
-        audits.append((name, audit(run, run)))
+        audits.append((name, audit(run, run, attacks=DEMO_ATTACKS)))
 
     with progress_bar(demo_units(configs)) as move:
         results = run_demo(

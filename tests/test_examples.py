@@ -145,3 +145,24 @@ def test_a_wrong_passphrase_is_one_line(tiny_encoder: Path, tiny_data: Path, tmp
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "another" not in done.stderr
+
+
+def test_the_figures_on_centroids_go_on_where_they_were(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    command = [
+        *(sys.executable, EXAMPLES / "audit_centroids.py", "--out", tmp_path / "out", "--quick", "--json"),
+        *("--model", tiny_encoder, "--train", tiny_data / "train.csv", "--test", tiny_data / "test.csv"),
+        *("--seeds", "2", "--audits", "2"),
+    ]
+    first = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
+    lines = json.loads(first.stdout)["figures"]
+    assert first.returncode in (0, 1), first.stderr
+    assert first.returncode == (json.loads(first.stdout)["missed"] > 0)
+    assert {line["part"] for line in lines} == {"membership", "tokens", "mechanism", "one-run", "bag"}
+    assert all(line["seeds"] == 2 for line in lines)
+    # A random encoder's dictionary is as public as a trained one's: single texts are read whole.
+    (single,) = [line for line in lines if line["figure"] == "recall, k = 1, noise 0"]
+    assert (single["ours"], single["verdict"]) == (1.0, "met")
+    again = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
+    assert (again.stdout, again.stderr) == (first.stdout, "")

@@ -5,6 +5,33 @@ gets what its adversary sees, and what came out becomes figures with interval, b
 """
 
 from attacks.attack import Attack
-from attacks.bench import canaries, membership, tokens
+from attacks.bench import (
+    canaries,
+    decoder,
+    gradient,
+    inversion,
+    membership,
+    models,
+    pool,
+    probes,
+    rounds,
+    subtraction,
+    tokens,
+    zero_shot,
+)
 
-SUITE: tuple[Attack, ...] = (membership.ATTACK, tokens.ATTACK, canaries.ATTACK)
+SUITE: tuple[Attack, ...] = (
+    membership.ATTACK,
+    tokens.ATTACK,
+    canaries.ATTACK,
+    probes.BAG_ATTACK,
+    rounds.ATTACK,
+    subtraction.ATTACK,
+    pool.ATTACK,
+    inversion.ATTACK,
+    zero_shot.ATTACK,
+    decoder.ATTACK,
+    gradient.ATTACK,
+    models.ATTACK,
+    probes.ATTRIBUTE_ATTACK,
+)

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from attacks.adversary import CANARIES, NotEnough
 from attacks.attack import Attack, Progress
 from attacks.bench.membership import as_seen
-from attacks.bounds import lower_bound, upper_bound
 from attacks.evidence import Evidence, Scene
-from attacks.figures import NO_CLAIM, Figure
+from attacks.figures import NO_CLAIM, Figure, OneRunTest, Proportion, at
 from attacks.judgement import Book
 from attacks.membership import Target
-from attacks.one_run import OneRunAudit, gaussian_mu_lower_bound_one_run
+from attacks.one_run import OneRunAudit
 from attacks.runs import Texts
 from attacks.text_canaries import audit_texts, random_texts
 from securefl.agreement import fedkc_terms
@@ -38,20 +37,27 @@ _WORD = re.compile(r"[^\W\d_]{4,}")
 
 
 def _missing(evidence: Evidence) -> str | None:
-    kinds = {one.row.kind for one in evidence.targets}
-    return None if PayloadKind.CENTROIDS.value in kinds else "no pooled centroid was released"
+    if PayloadKind.CENTROIDS.value not in {one.row.kind for one in evidence.targets}:
+        return "no pooled centroid was released"
+    if evidence.source.config is None:
+        return "what made these releases is not at hand, so none can be made with canaries in it"
+    return None
 
 
 def _run(evidence: Evidence, book: Book, say: Progress) -> None:
     # One release is enough: what makes it is the same in every silo and round.
     *_, (recorded, scene) = evidence.scenes(PayloadKind.CENTROIDS)
     say(0, f"{recorded.silo}, round {recorded.row.round}: the release again, with canaries")
-    try:
-        if isinstance(scene, NotEnough):
-            raise scene
-        book.figures.append(_figure(scene, _audit(scene)))
-    except NotEnough as why:
-        book.skip(NAME, recorded, str(why))
+
+    def attempt(page: Book) -> None:
+        try:
+            if isinstance(scene, NotEnough):
+                raise scene
+            page.figures.append(_figure(scene, _audit(scene)))
+        except NotEnough as why:
+            page.skip(NAME, recorded, str(why))
+
+    book.part("4", attempt)
 
 
 def _audit(scene: Scene) -> OneRunAudit:
@@ -75,11 +81,11 @@ def _audit(scene: Scene) -> OneRunAudit:
 
 def _released(scene: Scene, known: tuple[str, ...], included: tuple[str, ...]) -> Target:
     """What the silo would have released with these texts among its own; every text is a unit by itself."""
-    config, texts = scene.evidence.run.config, (*known, *included)
-    terms = fedkc_terms(config)
-    if terms is None:
+    config, texts = scene.evidence.source.config, (*known, *included)
+    terms = None if config is None else fedkc_terms(config)
+    if config is None or terms is None:
         raise NotEnough(
-            f"{config.federation.method} shares no centroids, so there is no release to make again"
+            f"{scene.evidence.source.method} shares no centroids, so there is no release to make again"
         )
     job = CentroidJob(
         terms,
@@ -103,36 +109,25 @@ def _released(scene: Scene, known: tuple[str, ...], included: tuple[str, ...]) -
 
 
 def _figure(scene: Scene, found: OneRunAudit) -> Figure:
-    def interval(alpha: float) -> tuple[float, float]:
-        ends = (lower_bound, upper_bound)
-        low, high = (end(found.right, found.guesses, alpha / 2) for end in ends)
-        return low, high
-
     claimed = found.claim_mu
-
-    def broken(alpha: float) -> bool:
-        shown = gaussian_mu_lower_bound_one_run(found.right, found.guesses, found.canaries, alpha)
-        return claimed is not None and shown > claimed
-
+    reason = "the claim bounds all guesses together, so it is compared by the bound on mu"
+    test = None
+    if claimed is not None:
+        test = OneRunTest(found.right, found.guesses, found.canaries, claimed)
     return Figure(
-        NAME,
-        4,
-        CANARIES,
-        f"{found.canaries} canary texts in one release",
-        "guesses_right",
-        found.right / found.guesses,
-        interval,
-        0.5,
-        None,
-        NO_CLAIM
-        if claimed is None
-        else "the claim bounds all guesses together, so it is compared by the bound on mu",
-        found.guesses,
-        found.epsilon_lower_bound,
-        found.adjacency,
-        scene.recorded,
-        scene.release.claim,
-        {
+        attack=NAME,
+        number=4,
+        adversary=CANARIES,
+        target=f"{found.canaries} canary texts in one release",
+        metric="guesses_right",
+        measure=Proportion(found.right, found.guesses),
+        baseline=0.5,
+        cap_reason=NO_CLAIM if claimed is None else reason,
+        epsilon_lower_bound=found.epsilon_lower_bound,
+        adjacency=found.adjacency,
+        bears_on=("singling_out", "linkability"),
+        broken=test,
+        details={
             "canaries": found.canaries,
             "mu_lower_bound": found.mu_lower_bound,
             "mu_ceiling": found.mu_ceiling,
@@ -140,9 +135,7 @@ def _figure(scene: Scene, found: OneRunAudit) -> Figure:
             "claim_epsilon_add_remove": found.claim_epsilon,
             "epsilon_lower_bound_gdp": found.epsilon_lower_bound_gdp,
         },
-        bears_on=("singling_out", "linkability"),
-        control=None,
-        broken=None if claimed is None else broken,
+        **at(scene.recorded, scene.release.claim),
     )
 
 

@@ -1,102 +1,127 @@
-"""Attack 1 as it is put to a run: each row behind a pooled centroid against rows of strangers."""
+"""Attack 1 as it is put to a run: each row behind a pooled centroid against rows of strangers.
+
+What its scores become, figures with interval, cap and control, is the same for every attack on membership in
+centroids, so `membership_figures` serves the others of this package too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from attacks import membership
-from attacks.adversary import MEMBERSHIP, NotEnough
-from attacks.attack import Attack, Progress
+from attacks.adversary import MEMBERSHIP, Adversary, NotEnough
+from attacks.attack import Attack, each_scene, lacks
 from attacks.bounds import (
-    auc,
     auc_cap,
-    auc_interval,
     epsilon_lower_bound,
     held_out_errors,
     mu_of_auc,
-    proposition_1,
     replace_one_mu,
-    tpr_at,
     tpr_cap,
 )
-from attacks.evidence import Evidence, Scene, check_truth, label_ids
-from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Interval
+from attacks.evidence import Scene, check_truth, label_ids
+from attacks.figures import MIN_TRIALS, NO_CLAIM, Auc, Figure, Measure, RateAt, at, gaussian_curve
 from attacks.judgement import Book
-from attacks.runs import Recorded
+from attacks.propositions import proposition_1
+from attacks.runs import Texts
 from securefl.local import public_seeds
 from securefl.privacy import gaussian_epsilon
 from securefl.release import GaussianSums, PayloadKind, Release
+from securefl.training import head_probabilities
 
 RATIO = "membership, likelihood ratio"
 DOT = "membership, dot product"
 FPR = 0.01
 _CONTROLS_PER_MEMBER = 2
-
-
-def _missing(evidence: Evidence) -> str | None:
-    kinds = {one.row.kind for one in evidence.targets}
-    return None if PayloadKind.CENTROIDS.value in kinds else "no pooled centroid was released"
-
-
-def _run(evidence: Evidence, book: Book, say: Progress) -> None:
-    scenes = evidence.scenes(PayloadKind.CENTROIDS)
-    for number, (recorded, scene) in enumerate(scenes):
-        say(number / len(evidence.targets), f"{recorded.silo}, round {recorded.row.round}: membership")
-        try:
-            if isinstance(scene, NotEnough):
-                raise scene
-            book.figures += _attack(scene, book)
-        except NotEnough as why:
-            book.skip(RATIO, recorded, str(why))
+_LEAST_CONTROLS = 200
 
 
 def as_seen(scene: Scene, release: Release) -> membership.Target:
     """A release as its adversary sees it, public seeds included where rows were assigned by them."""
-    seeds = None
-    if isinstance(release.claim, GaussianSums):
-        clusters = scene.evidence.run.config.fedkc.clusters
-        seeds = np.asarray(public_seeds(scene.slm, clusters)[1], np.float64)
+    seeds, config = None, scene.evidence.source.config
+    if isinstance(release.claim, GaussianSums) and config is not None:
+        seeds = np.asarray(public_seeds(scene.slm, config.fedkc.clusters)[1], np.float64)
     return membership.Target(
         np.asarray(release.tensors["centroids"], np.float64),
         np.asarray(release.tensors["sizes"], np.float64),
         release.claim,
         seeds,
+        anywhere=config is None,  # who knows how another system grouped its rows
     )
 
 
-def _attack(scene: Scene, book: Book) -> list[Figure]:
-    slm, rng = scene.slm, scene.rng(1)
-    vectors = scene.pooled(scene.rows)
-    check_truth(scene, vectors, None)
-    with torch.inference_mode():
-        logits = slm.head(torch.from_numpy(vectors).float())
-    measure_proposition(scene, vectors, logits.softmax(-1).numpy(), book)
-    names = {label: index for index, label in enumerate(slm.labels)}
-    members = scene.rows.take(scene.members)
-    most = max(_CONTROLS_PER_MEMBER * len(members), 200)
-    chosen = membership.match_labels(label_ids(members, names), label_ids(scene.controls, names), rng, most)
+def matched_controls(members: Texts, pool: Texts, rng: np.random.Generator) -> Texts:
+    """Rows of the pool with the label proportions of the members, about twice as many.
+
+    Raises NotEnough for fewer than `MIN_TRIALS` on either side.
+    """
+    names = {label: number for number, label in enumerate(dict.fromkeys(members.labels))}
+    most = max(_CONTROLS_PER_MEMBER * len(members), _LEAST_CONTROLS)
+    chosen = membership.match_labels(label_ids(members, names), label_ids(pool, names), rng, most)
     for what, count in (("rows behind centroids", len(members)), ("control rows", len(chosen))):
         if count < MIN_TRIALS:
             raise NotEnough(f"{count} {what} with matching labels, at least {MIN_TRIALS} are needed")
-    target = as_seen(scene, scene.release)
-    scores = membership.attack(
-        target,
-        scene.pooled(scene.auxiliary),
-        vectors[scene.members],
-        scene.pooled(scene.controls.take(chosen.tolist())),
-        rng,
+    return pool.take(chosen.tolist())
+
+
+def _attack(scene: Scene, book: Book) -> None:
+    rng = scene.rng(1)
+    vectors = scene.pooled(scene.rows)
+    check_truth(scene, vectors, None)
+    predictions: NDArray[Any] = np.zeros((len(vectors), 0))
+    if scene.evidence.source.config is not None:  # else the encoder at hand has no head that was trained
+        predictions = head_probabilities(scene.slm, vectors.astype(np.float32))
+    measure_proposition(scene, vectors, predictions, book)
+    controls = matched_controls(scene.rows.take(scene.members), scene.controls, rng)
+    target, auxiliary = as_seen(scene, scene.release), scene.pooled(scene.auxiliary)
+    members = vectors[scene.members]
+    scores = membership.attack(target, auxiliary, members, scene.pooled(controls), rng)
+    game = Game(
+        number=1,
+        adversary=MEMBERSHIP,
+        ratio=RATIO,
+        dot=DOT,
+        target=f"{len(target.sizes)} pooled centroids",
+        mu=replace_one_mu(target.claim) if isinstance(target.claim, GaussianSums) else None,
+        reason=None if isinstance(target.claim, GaussianSums) else NO_CLAIM,
+        delta=target.claim.delta if isinstance(target.claim, GaussianSums) else 0.0,
     )
-    if min(len(side) for side in scores.ratio) < MIN_TRIALS:
-        inside, outside = (len(side) for side in scores.ratio)
-        raise NotEnough(
-            f"{inside} members and {outside} controls fall to a centroid that was released, "
-            f"fewer rows than the {MIN_TRIALS} of each that are needed"
-        )
-    return membership_figures(scene.recorded, target, scores, rng)
+    details = {
+        "rows": float(target.sizes.mean()),
+        "smallest_cluster": float(target.sizes.min()),
+        **claim_details(target),
+    }
+    seen = target.anywhere | (membership.assign(members, target, auxiliary) >= 0)
+    details["by_centroid"] = _by_centroid(scene, target, scores, seen)
+    book.figures += membership_figures(
+        at(scene.recorded, scene.release.claim), game, scores, details, scene.rng(101)
+    )
+
+
+def _by_centroid(
+    scene: Scene, target: membership.Target, scores: membership.Scores, seen: NDArray[np.bool_]
+) -> list[dict[str, float]]:
+    """How exposed each centroid's rows are: which share of them scores above 99 of 100 control rows."""
+    members, others = scores.ratio
+    if not len(others) or not len(members):
+        return []
+    behind = np.repeat(np.arange(len(scene.groups)), [len(group) for group in scene.groups])[seen]
+    above = members > np.quantile(others, 1 - FPR)
+    return [
+        {
+            "centroid": float(c + 1),
+            "rows": float(target.sizes[c]),
+            "members": float((behind == c).sum()),
+            "found": float(above[behind == c].mean()),
+        }
+        for c in range(len(target.sizes))
+        if (behind == c).any()
+    ]
 
 
 def measure_proposition(scene: Scene, vectors: NDArray[Any], predictions: NDArray[Any], book: Book) -> None:
@@ -106,96 +131,116 @@ def measure_proposition(scene: Scene, vectors: NDArray[Any], predictions: NDArra
         book.bounds.append(proposition_1(name, vectors, predictions, scene.groups))
 
 
+@dataclass(frozen=True)
+class Game:
+    """What an attack on membership is, and what a claim allows in it.
+
+    ratio, dot: names of its two ways to score, the second "" where there is one way. mu: Gaussian-DP
+    parameter of the claims in the game, which is replace-one and about rows; None where nothing is claimed,
+    for the `reason`. delta: of the bound on epsilon.
+    """
+
+    number: int
+    adversary: Adversary
+    ratio: str
+    dot: str
+    target: str
+    mu: float | None
+    reason: str | None
+    delta: float
+
+
+def claim_details(target: membership.Target) -> dict[str, Any]:
+    """What the claim of one release says in the attack's game."""
+    claim = target.claim
+    if not isinstance(claim, GaussianSums):
+        return {}
+    mu = replace_one_mu(claim)
+    return {
+        "claim_adjacency": claim.adjacency,
+        "claim_unit": claim.unit,
+        "claim_epsilon_replace_one": gaussian_epsilon(mu, claim.delta),
+        "claim_auc_cap": auc_cap(mu),
+        "simulated": claim.simulated,
+    }
+
+
 def membership_figures(
-    recorded: Recorded, target: membership.Target, scores: membership.Scores, rng: np.random.Generator
+    place: Mapping[str, Any],
+    game: Game,
+    scores: membership.Scores,
+    details: Mapping[str, Any],
+    rng: np.random.Generator,
 ) -> list[Figure]:
-    """The figures of attack 1 on one release.
+    """The three figures of an attack on membership. place: silo, round and claim_epsilon, see `figures.at`.
 
     The game is replace-one and about rows; a claim of either adjacency is converted to it. A claim about a
     unit of several rows bounds it too: a unit with one row exchanged is another unit.
+    Raises NotEnough where too few candidates fall to a centroid that was released.
     """
-    claim, (members, others) = target.claim, scores.ratio
-    delta = claim.delta if isinstance(claim, GaussianSums) else 0.0
-    errors = held_out_errors(members, others, rng, lambda found: epsilon_lower_bound(found, delta))
-    shown = epsilon_lower_bound(errors, delta)
-    sizes = target.sizes
-    details: dict[str, Any] = {
-        "rows": float(sizes.mean()),
+    members, others = scores.ratio
+    if min(len(members), len(others)) < MIN_TRIALS:
+        raise NotEnough(
+            f"{len(members)} members and {len(others)} controls fall to a centroid that was released, "
+            f"fewer rows than the {MIN_TRIALS} of each that are needed"
+        )
+    errors = held_out_errors(members, others, rng, lambda found: epsilon_lower_bound(found, game.delta))
+    shown = epsilon_lower_bound(errors, game.delta)
+    told: dict[str, Any] = {
+        **details,
         "members": len(members),
         "controls": len(others),
         "encoder_alone_auc": scores.encoder_alone[0],
-        "smallest_cluster": float(sizes.min()),
     }
-    mu = 0.0
-    if isinstance(claim, GaussianSums):
-        mu = replace_one_mu(claim)
-        details |= {
-            "claim_adjacency": claim.adjacency,
-            "claim_unit": claim.unit,
-            "claim_epsilon_replace_one": gaussian_epsilon(mu, claim.delta),
-            "claim_auc_cap": auc_cap(mu),
-            "simulated": claim.simulated,
-        }
-        if scores.encoder_alone[1] > 0.5:
-            # The round's model was trained on these rows and this claim does not cover it, whether it has one
-            # of its own or not: what it shows by itself is composed with the claim (mu adds in squares)
-            # before the claim is called broken.
-            mu = float(np.hypot(mu, mu_of_auc(scores.encoder_alone[2])))
-            details["encoder_in_cap"] = True
-    private = isinstance(claim, GaussianSums)
+    mu = game.mu
+    if mu is not None and game.delta > 0:
+        told["claim_epsilon_replace_one"] = gaussian_epsilon(mu, game.delta)
+    if mu is not None and scores.encoder_alone[1] > 0.5:
+        # The round's model was trained on these rows and this claim does not cover it, whether it has one
+        # of its own or not: what it shows by itself is composed with the claim (mu adds in squares)
+        # before the claim is called broken.
+        mu = float(np.hypot(mu, mu_of_auc(scores.encoder_alone[2])))
+        told["encoder_in_cap"] = True
 
-    def figure(attack: str, metric: str, value: float, interval: Interval, base: float, cap: float) -> Figure:
+    def figure(attack: str, metric: str, measure: Measure, base: float, cap: float | None) -> Figure:
+        area = metric == "auc"
         return Figure(
-            attack,
-            1,
-            MEMBERSHIP,
-            f"{len(sizes)} pooled centroids",
-            metric,
-            value,
-            interval,
-            base,
-            cap if private else None,
-            None if private else NO_CLAIM,
-            len(members) + len(others),
-            shown if attack == RATIO else None,
-            "replace-one",
-            recorded,
-            claim,
-            details,
+            attack=attack,
+            number=game.number,
+            adversary=game.adversary,
+            target=game.target,
+            metric=metric,
+            measure=measure,
+            baseline=base,
+            cap=cap,
+            cap_reason=game.reason,
+            cap_curve=gaussian_curve(mu) if area and mu is not None else (),
+            epsilon_lower_bound=shown if attack == game.ratio else None,
+            adjacency="replace-one",
             bears_on=("singling_out", "linkability"),
-            control=scores.encoder_alone[0] if (attack, metric) == (RATIO, "auc") else None,
+            control=scores.encoder_alone[0] if area and attack == game.ratio else None,
+            details=told,
+            **place,
         )
 
-    def rate(alpha: float) -> tuple[float, float]:
-        at = tpr_at(members, others, FPR, alpha)
-        return at.low, at.high
-
-    return [
+    area = None if mu is None else auc_cap(mu)
+    figures = [
+        figure(game.ratio, "auc", Auc(members, others), 0.5, area),
         figure(
-            RATIO,
-            "auc",
-            auc(members, others),
-            lambda alpha: auc_interval(members, others, alpha),
-            0.5,
-            auc_cap(mu),
-        ),
-        figure(
-            RATIO,
+            game.ratio,
             "tpr_at_1_percent_fpr",
-            tpr_at(members, others, FPR).value,
-            rate,
+            RateAt(members, others, FPR),
             FPR,
-            tpr_cap(mu, FPR),
-        ),
-        figure(
-            DOT,
-            "auc",
-            auc(*scores.dot),
-            lambda alpha: auc_interval(*scores.dot, alpha),
-            0.5,
-            auc_cap(mu),
+            None if mu is None else tpr_cap(mu, FPR),
         ),
     ]
+    return [*figures, figure(game.dot, "auc", Auc(*scores.dot), 0.5, area)] if game.dot else figures
 
 
-ATTACK = Attack(1, RATIO, MEMBERSHIP, _missing, _run)
+ATTACK = Attack(
+    1,
+    RATIO,
+    MEMBERSHIP,
+    lacks(PayloadKind.CENTROIDS, "pooled centroid"),
+    each_scene(1, RATIO, PayloadKind.CENTROIDS, _attack),
+)

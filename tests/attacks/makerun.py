@@ -36,7 +36,7 @@ RUN = "0123456789abcdef" * 2
 class Recipe:
     """layer: "pooled" or "embeddings". noise: None for exact means. random_groups: no k-means.
 
-    per_unit: rows of one unit of privacy, in turn.
+    per_unit: rows of one unit of privacy, in turn. rounds: in which centroids are shared, from the second on.
     info: overrides of the release's public facts. fault "no noise": the claim of a mechanism, and exact sums.
     spoil: what a silo does to a release before it leaves, unknown to its ledger's kind and claim.
     """
@@ -52,6 +52,7 @@ class Recipe:
     adjacency: Adjacency = "add-remove"
     per_unit: int = 1
     seed: int = 0
+    rounds: int = 1
     info: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
     spoil: Callable[[Release], Release] = lambda release: release
@@ -84,7 +85,7 @@ def silence() -> Noise:
 
 def _config(slm: Slm, recipe: Recipe) -> dict[str, Any]:
     document = {
-        "federation": {"method": recipe.method, "rounds": 2, "seed": recipe.seed},
+        "federation": {"method": recipe.method, "rounds": 1 + recipe.rounds, "seed": recipe.seed},
         "data": {"train": "a.csv", "test": "b.csv"},
         "slm": {"models": [slm.name], "max_length": slm.max_length},
         "fedkc": {"clusters": recipe.clusters, "compose": recipe.layer},
@@ -98,9 +99,9 @@ def _config(slm: Slm, recipe: Recipe) -> dict[str, Any]:
     return parse_config(document).model_dump(mode="json")
 
 
-def _release(slm: Slm, rows: Rows, recipe: Recipe, seed: int) -> tuple[Any, list[list[str]]]:
+def _release(slm: Slm, rows: Rows, recipe: Recipe, number: int, seed: int) -> tuple[Any, list[list[str]]]:
     info = {
-        "round": 2,
+        "round": number,
         "step": "share",
         "encoder": fingerprint(slm.state()),
         "base": slm.name,
@@ -136,31 +137,33 @@ def _release(slm: Slm, rows: Rows, recipe: Recipe, seed: int) -> tuple[Any, list
 
 
 def make_run(out: Path, slm: Slm, corpus: Corpus, recipe: Recipe) -> Path:
-    """Write the folder `out` of a run in which every silo shared centroids once, in round 2."""
+    """Write the folder `out` of a run in which every silo shared centroids, from round 2 on."""
     folder = RunFolder(out)
     folder.open()
     folder.truth(corpus)
-    folder.global_model(2, slm.state(), slm.name, slm.labels)
+    numbers = range(2, 2 + recipe.rounds)
+    for number in numbers:
+        folder.global_model(number, slm.state(), slm.name, slm.labels)
     clients = []
     keys = {name: Identity.generate(name) for name in corpus.train}
     (folder.path / "ledger").mkdir()
     for index, (name, rows) in enumerate(corpus.train.items()):
         folder.text(f"cards/{name}.json", keys[name].card.model_dump_json())
         ledger = Ledger.create(folder.path / "ledger" / f"{name}.jsonl", keys[name])
-        if recipe.method != "standalone":
-            release, clusters = _release(slm, rows, recipe, recipe.seed + index)
+        for number in numbers if recipe.method != "standalone" else ():
+            release, clusters = _release(slm, rows, recipe, number, recipe.seed + index + 100 * (number - 2))
             body = encode_release(recipe.spoil(release))
-            plan = RoundPlan.model_construct(round=2, step=Step.SHARE)
+            plan = RoundPlan.model_construct(round=number, step=Step.SHARE)
             folder.witness(name, plan, release.kind, body, {"clusters": clusters})
             peers = [
                 Party(name=other, key=keys[other].card.fingerprint) for other in corpus.train if other != name
             ]
             ledger.append(
                 run=RUN,
-                round=2,
+                round=number,
                 step=Step.SHARE.value,
                 plan="0" * 64,
-                plan_sequence=1,
+                plan_sequence=number - 1,
                 kind=release.kind,
                 recipients=peers,
                 protection="peer",
@@ -177,7 +180,7 @@ def make_run(out: Path, slm: Slm, corpus: Corpus, recipe: Recipe) -> Path:
         run=RUN,
         seed=recipe.seed,
         config=_config(slm, recipe),
-        rounds=[RoundRow(round=2, seconds=0.0, bytes_up=0, bytes_down=0)],
+        rounds=[RoundRow(round=number, seconds=0.0, bytes_up=0, bytes_down=0) for number in numbers],
         clients=clients,
         server=ServerRow(),
         difference=None,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attacks.audit import audit
-from attacks.audit_report import audit_summary
+from attacks.audit_opening import audit_summary
 from attacks.audit_words import verdict_of
 from attacks.bench import canaries
 from attacks.findings import Audit, Finding

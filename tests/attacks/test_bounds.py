@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from scipy.stats import binomtest, multivariate_normal, norm
+from scipy.stats import t as student
 
 from attacks import bounds
 from attacks.bounds import Confusion
@@ -174,12 +175,16 @@ def test_ratio_interval_at_the_ends_is_exact() -> None:
     assert (low, high) == (pytest.approx(exact.low), 1.0)
 
 
-def test_proposition_1_by_hand() -> None:
-    vectors = np.array([[0.0], [2.0], [10.0], [14.0]])
-    predictions = np.zeros((4, 1))
-    # Within: 1 + 1 + 4 + 4; total around 6.5: 42.25 + 20.25 + 12.25 + 56.25.
-    bound = bounds.proposition_1("p", vectors, predictions, [[0, 1], [2, 3]])
-    assert (bound.measured, bound.bound) == (pytest.approx(10), pytest.approx(131))
-    assert bound.holds
-    assert not bound.vacuous
-    assert bounds.proposition_1("p", vectors, predictions, [[0, 1, 2, 3]]).vacuous
+@pytest.mark.parametrize("units", [2, 4, 7])
+def test_a_ratio_of_few_units_has_students_interval(units: int) -> None:
+    """With equal totals it is the mean of the units' rates, and its interval the textbook one."""
+    rng = np.random.default_rng(units)
+    rates = rng.uniform(0.3, 0.6, units)
+    low, high = bounds.ratio_interval(rates, np.ones(units), rng)
+    expected = student.interval(0.95, units - 1, rates.mean(), rates.std(ddof=1) / np.sqrt(units))
+    assert (low, high) == (pytest.approx(max(0, expected[0])), pytest.approx(min(1, expected[1])))
+
+
+def test_one_unit_tells_nothing() -> None:
+    one = np.array([0.4])
+    assert bounds.ratio_interval(one, np.ones(1), np.random.default_rng(0)) == (0.0, 1.0)

@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from attacks import gradient_span
 from attacks.adversary import NotEnough
+from attacks.dictionary import fit_prior, special_ids, token_ids, vocabulary_size
 from attacks.gradient_search import recover
 from attacks.gradient_span import OneStep, Reader, rouge, span_of
-from attacks.tokens import fit_prior, special_ids, token_ids, vocabulary_size
 from securefl.config import Lora
 from securefl.errors import SecureflError
 from securefl.models import Slm, load_slm

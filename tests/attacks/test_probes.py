@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy import sparse
+from scipy.stats import multivariate_normal
 from sklearn.linear_model import Ridge
 from sklearn.metrics import f1_score, precision_recall_curve
 
@@ -14,7 +15,7 @@ from attacks.adversary import NotEnough
 from attacks.bag_probe import token_set
 from attacks.membership import Target, Vectors
 from attacks.simulated import Ids, Simulator, buckets, split
-from attacks.tokens import Overlap, overlap
+from attacks.token_scores import Overlap, overlap
 from securefl.centroid_privacy import clip_rows
 from securefl.errors import SecureflError
 from securefl.release import GaussianSums, NonPrivate
@@ -148,6 +149,23 @@ def test_the_ridge_is_scikit_learns() -> None:
     expected = Ridge(alpha=alpha).fit(x, y).predict(other)
     np.testing.assert_allclose(fitted.scores(other, 0.3), expected, atol=1e-5)
     np.testing.assert_allclose(fitted.scores(other, np.inf), np.tile(y.mean(0), (9, 1)), atol=1e-6)
+
+
+def test_the_ratio_is_that_of_two_gaussians() -> None:
+    """Against scipy's densities, around the overall mean and the shrunk mean of the rows with a token."""
+    rng = np.random.default_rng(14)
+    y = (rng.random((90, 5)) < 0.3).astype(np.float32)
+    x = rng.standard_normal((90, WIDTH)) + y @ rng.standard_normal((5, WIDTH))
+    rows = y.sum(0).astype(float)
+    fitted = bag_probe._fit(iter([(x, sparse.csr_array(y))]), WIDTH, 5)
+    found = bag_probe._discriminant(fitted, rows).scores(x[:7], bag_probe._PAIR_PENALTY)
+    covariance = np.cov(x.T, bias=True)
+    covariance += bag_probe._PAIR_PENALTY * np.trace(covariance) / WIDTH * np.eye(WIDTH)
+    for token in range(5):
+        gap = x[y[:, token] > 0].mean(0) - x.mean(0)
+        mean = x.mean(0) + gap * rows[token] / (rows[token] + bag_probe._PSEUDO_ROWS)
+        expected = [multivariate_normal(at, covariance).logpdf(x[:7]) for at in (mean, x.mean(0))]
+        np.testing.assert_allclose(found[:, token], expected[0] - expected[1], atol=1e-3)
 
 
 def test_the_threshold_is_the_best_one() -> None:

@@ -1,0 +1,243 @@
+"""Attack 8 as it is put to a run: the rows behind each pooled centroid, looked for in a pool of texts.
+
+The pool is what an outsider might hold: the silo's rows among the control rows, which are strangers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from attacks import membership, pool_search
+from attacks.adversary import POOL, NotEnough
+from attacks.attack import Attack, Progress, each_scene, lacks
+from attacks.bench.membership import as_seen
+from attacks.bounds import auc, auc_interval, mu_of_auc
+from attacks.evidence import Evidence, Scene, check_truth
+from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Proportion, at
+from attacks.judgement import Book
+from attacks.membership import Background, Target, Vectors, fit_background
+from attacks.pool_search import Ranking, Retrieval, decompose, rank, recall_cap, retrieve
+from attacks.runs import Recorded, Texts
+from securefl.errors import ProtocolError
+from securefl.release import GaussianSums, PayloadKind
+
+RANKING = "search of a text pool, ranking"
+TOGETHER = "search of a text pool, least squares"
+NAMED = "search of a text pool, vectors that name themselves"
+# Invented releases that show what the encoder alone tells, and rows shown to an auditor who asks.
+_DRAWS = 4
+_SHOWN = 20
+# Of means of texts the figure is about 1; of another encoder's vectors some tens.
+_FAR = 4.0
+
+
+def _attack(scene: Scene, book: Book) -> None:
+    check_truth(scene, scene.pooled(scene.rows), None)
+    # Identical texts would tie and share their weight, so each stands in the pool once.
+    place = {text: i for i, text in enumerate(dict.fromkeys((*scene.rows.texts, *scene.controls.texts)))}
+    texts = tuple(place)
+    pool = scene.pooled(Texts(texts, texts, ("",) * len(texts)))
+    behind = [sorted({place[scene.rows.texts[row]] for row in group}) for group in scene.groups]
+    members = np.array(sorted({row for group in behind for row in group}), np.int64)
+    strangers = np.setdiff1d([place[text] for text in scene.controls.texts], members)
+    for what, count in (("different texts are behind the centroids", len(members)),
+                        ("other texts are in the pool", len(strangers))):  # fmt: skip
+        if count < MIN_TRIALS:
+            raise NotEnough(f"{count} {what}, {MIN_TRIALS} are needed")
+    target, auxiliary = as_seen(scene, scene.release), scene.pooled(scene.auxiliary)
+    background = fit_background(auxiliary, target)
+    ranking = rank(pool, target, background, auxiliary)
+    order = ranking.order()
+    beside = _encoder_alone(scene, pool, target, background, auxiliary, members, strangers)
+    # As many strangers as there are members, so that chance finds about as many of either.
+    some = scene.rng(803).permutation(strangers)[: min(len(members), max(1, len(strangers) // 2))]
+    control = pool_search.retrieve_controls(order, members, some, len(some)).recall
+    found = retrieve(order, members, len(members), len(pool))
+    book.figures.append(_figure(scene, RANKING, [found], control, beside, ()))
+
+    parts, certain, named = _together(pool, ranking, target, background, behind)
+    if sum(part.members for part in parts) < MIN_TRIALS:
+        why = "no cluster has as few rows as a vector has numbers and lies whole in the pool"
+        book.skip(TOGETHER, scene.recorded, why)
+        return
+    empty = membership.invent(target, background, scene.rng(801))
+    missing = rank(pool, empty, background, auxiliary)
+    nothing, _, _ = _together(pool, missing, empty, background, behind)
+    missed = sum(part.hits for part in nothing) / max(1, sum(part.members for part in nothing))
+    figure = _figure(scene, TOGETHER, parts, missed, beside, tuple(texts[row] for row in named[:_SHOWN]))
+    figure.details.update(centroids=len(parts), certain_centroids=certain)
+    book.figures.append(figure)
+
+
+def _together(
+    pool: Vectors,
+    ranking: Ranking,
+    target: Target,
+    background: Background,
+    behind: Sequence[Sequence[int]],
+) -> tuple[list[Retrieval], int, list[int]]:
+    """Each cluster by itself; how many are certain, and the rows that were named with certainty first."""
+    parts: list[Retrieval] = []
+    sure: list[int] = []
+    likely: list[int] = []
+    certain = 0
+    for cell, own in enumerate(behind):
+        if not own:
+            continue
+        try:
+            one = decompose(pool, ranking, target, background, cell)
+        except NotEnough:
+            continue
+        certain += one.certain
+        (sure if one.certain else likely).extend(one.indices.tolist())
+        parts.append(retrieve(one.indices, np.array(own), len(one.indices), len(pool)))
+    return parts, certain, [*sure, *likely]
+
+
+def _encoder_alone(
+    scene: Scene,
+    pool: Vectors,
+    target: Target,
+    background: Background,
+    auxiliary: Vectors,
+    members: pool_search.Indices,
+    strangers: pool_search.Indices,
+) -> float:
+    """Gaussian-DP parameter of what the round's encoder, trained on the rows, tells by itself; 0 if nothing.
+
+    The claim of the release does not cover it, so it is composed with the claim before the cap is taken.
+    """
+    rng, seen = scene.rng(8), []
+    for _ in range(_DRAWS):
+        scores = rank(pool, membership.invent(target, background, rng), background, auxiliary).scores
+        own, others = scores[members], scores[strangers]
+        own, others = own[np.isfinite(own)], others[np.isfinite(others)]
+        if min(len(own), len(others)) > 1:
+            seen.append((auc(own, others), *auc_interval(own, others)))
+    if not seen:
+        return 0.0
+    _, low, high = np.mean(seen, axis=0).tolist()
+    return mu_of_auc(high) if low > 0.5 else 0.0
+
+
+def _figure(
+    scene: Scene,
+    name: str,
+    parts: Sequence[Retrieval],
+    control: float,
+    beside: float,
+    texts: tuple[str, ...],
+) -> Figure:
+    hits, members, chosen = (
+        sum(getattr(part, field) for part in parts) for field in ("hits", "members", "k")
+    )
+    pool = parts[0].pool
+    cap, reason = recall_cap(scene.release.claim, Retrieval(hits, chosen, members, pool), beside)
+    guess = sum(part.recall_baseline * part.members for part in parts) / members
+    return Figure(
+        attack=name,
+        number=8,
+        adversary=POOL,
+        target=f"{len(scene.groups)} pooled centroids, in a pool of {pool:,} texts",
+        metric="recall",
+        measure=Proportion(hits, members),
+        baseline=guess,
+        cap=cap,
+        cap_reason=reason,
+        adjacency="replace-one",
+        bears_on=("singling_out", "linkability"),
+        control=control,
+        texts=texts,
+        details={
+            "pool": pool,
+            "chosen": chosen,
+            "precision": hits / chosen,
+            "rows": float(np.mean(scene.release.tensors["sizes"])),
+            "encoder_in_cap": beside > 0,
+        },
+        **at(scene.recorded, scene.release.claim),
+    )
+
+
+def _blind(scene: Scene, book: Book) -> None:
+    """Where nobody says which rows are behind the vectors: those that a sum of pool texts proves.
+
+    Nothing is scored, so nothing is claimed but what needs no truth: weights of 0 and 1 with nothing left.
+    """
+    texts = tuple(dict.fromkeys(scene.auxiliary.texts))
+    pool = scene.pooled(Texts(texts, texts, ("",) * len(texts)))
+    target = as_seen(scene, scene.release)
+    if isinstance(target.claim, GaussianSums):
+        raise NotEnough(
+            "under noise no sum of texts proves itself; give the rows behind the vectors (--rows)"
+        )
+    count = len(target.centroids)
+    if count < MIN_TRIALS:
+        raise NotEnough(f"{count} vectors, {MIN_TRIALS} are needed")
+    if target.centroids.shape[1] != pool.shape[1]:
+        raise ProtocolError(
+            f"{scene.recorded.path}: its vectors have {target.centroids.shape[1]} numbers, and those of the "
+            f"encoder {pool.shape[1]}: it was made with another one"
+        )
+    background = fit_background(pool, target)
+    _check_encoder(scene, target, background)
+    everything = [range(len(pool))] * count
+    ranking = rank(pool, target, background, pool)
+    parts, certain, named = _together(pool, ranking, target, background, everything)
+    empty = membership.invent(target, background, scene.rng(802))
+    nothing = _together(pool, rank(pool, empty, background, pool), empty, background, everything)[1]
+    book.figures.append(
+        Figure(
+            attack=NAMED,
+            number=8,
+            adversary=POOL,
+            target=f"{count} vectors, in a pool of {len(pool):,} texts",
+            metric="vectors_named",
+            measure=Proportion(certain, count),
+            baseline=0.0,
+            cap_reason=NO_CLAIM,
+            bears_on=("singling_out", "linkability"),
+            control=nothing / count,
+            texts=tuple(texts[row] for row in named[:_SHOWN]) if certain else (),
+            details={"pool": len(pool), "searched": len(parts), "rows": float(target.sizes.mean())},
+            **at(scene.recorded, target.claim),
+        )
+    )
+
+
+def _check_encoder(scene: Scene, target: Target, background: Background) -> None:
+    """Raises ProtocolError for vectors that are no means of texts under this encoder.
+
+    Mahalanobis distances in units of what a mean of so many texts varies along each axis, of which those of
+    least variance hold all texts of one encoder together.
+    """
+    gaps = (target.centroids - background.means) @ background.basis
+    variances = background.variances + 1e-6 * background.variances.max()
+    spread = variances * (1 / target.sizes + 1 / background.support)[:, None]
+    off = float(np.sqrt((gaps**2 / spread).mean(1)).mean())
+    if off > _FAR:
+        raise ProtocolError(
+            f"{scene.recorded.path}: its vectors are {off:.0f} times as far from those of the pool as means "
+            "of texts are, so they are of another encoder; attacked with this one they would seem safe"
+        )
+
+
+def _run(evidence: Evidence, book: Book, say: Progress) -> None:
+    if evidence.source.truth:
+        each_scene(8, RANKING, PayloadKind.CENTROIDS, _attack)(evidence, book, say)
+        return
+    for recorded in evidence.targets:
+        say(0, f"{recorded.path.name}: search of a pool")
+
+        def attempt(page: Book, recorded: Recorded = recorded) -> None:
+            try:
+                _blind(evidence.blind(recorded), page)
+            except NotEnough as why:
+                page.skip(NAMED, recorded, str(why))
+
+        book.part(f"8 {recorded.sha256}", attempt)
+
+
+ATTACK = Attack(8, RANKING, POOL, lacks(PayloadKind.CENTROIDS, "pooled centroid"), _run)

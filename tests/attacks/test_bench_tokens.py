@@ -1,0 +1,76 @@
+"""Attack 2 on whole run folders: texts put together, and several noised rounds of the same rows averaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attacks.bench import tokens
+from attacks.evidence import Evidence
+from attacks.figures import Figure, Proportion
+from attacks.judgement import Book
+from attacks.runs import Run
+from securefl.models import Slm, load_slm
+from tests import tiny
+from tests.attacks.makerun import Recipe, corpus_of, make_run
+
+# Twenty topics whose five words follow each other in one order, from any of them on.
+TOPICS = [tuple(f"{chr(97 + i // 8)}{chr(97 + i % 8)}{letter}" for letter in "vwxyz") for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def slm(tmp_path_factory: pytest.TempPathFactory) -> Slm:
+    words = [word for topic in TOPICS for word in topic]
+    folder = tiny.make_encoder(tmp_path_factory.mktemp("told") / "encoder", width=64, vocabulary=words)
+    return load_slm(str(folder), ["a", "b"], max_length=8, train_embeddings=False, seed=0)
+
+
+def found(slm: Slm, folder: Path, recipe: Recipe) -> list[Figure]:
+    rng = np.random.default_rng(0)
+    texts = []
+    for _ in range(240):
+        topic, first = TOPICS[rng.integers(20)], rng.integers(5)
+        texts.append(" ".join(topic[(first + i) % 5] for i in range(5)))
+    corpus = corpus_of(texts, ["a", "b"] * 120, 30, recipe)
+    book = Book(show_text=True)
+    evidence = Evidence(Run(make_run(folder / "run", slm, corpus, recipe)))
+    tokens.ATTACK.run(evidence, book, lambda *_: None)
+    return book.figures
+
+
+def test_texts_of_exact_clusters_are_put_together(slm: Slm, tmp_path: Path) -> None:
+    recipe = Recipe(layer="embeddings", clusters=6, random_groups=True)
+    figures = [f for f in found(slm, tmp_path, recipe) if f.metric == "exact_texts"]
+    assert [(f.silo, f.round) for f in figures] == [("silo-1", 2), ("silo-2", 2)]
+    for f in figures:
+        assert isinstance(f.measure, Proportion)
+        assert f.measure.trials == 30
+        assert f.measure.value > 0.7
+        assert f.details["dealt_at_random"] < 0.3
+        # Some texts of so few words are also in the pool.
+        assert f.control is not None
+        assert f.control < 0.2
+        assert f.verdict(0.05) == "leaks"
+        assert "singling_out" in f.bears_on
+        assert len(f.texts) == 8
+        assert all(len(text.split()) == 5 for text in f.texts)
+        assert f.without_texts().texts == ()
+
+
+def test_clusters_of_many_texts_are_left_out(slm: Slm, tmp_path: Path) -> None:
+    recipe = Recipe(layer="embeddings", clusters=1, random_groups=True)
+    assert not [f for f in found(slm, tmp_path, recipe) if f.metric == "exact_texts"]
+
+
+def test_noised_rounds_of_the_same_rows_are_averaged(slm: Slm, tmp_path: Path) -> None:
+    recipe = Recipe(layer="embeddings", clusters=3, noise=0.01, clip=100.0, rounds=4)
+    figures = [f for f in found(slm, tmp_path, recipe) if f.metric == "token_f1" and f.silo == "silo-1"]
+    together = [f for f in figures if "average of" in f.target]
+    assert len(figures) == 5
+    assert len(together) == 1
+    # A cluster may be withheld in one round: then its rows are not the same.
+    assert together[0].target[-8:] in ("4 rounds", "3 rounds")
+    alone = np.mean([f.measure.value for f in figures if f not in together])
+    assert together[0].measure.value > alone + 0.05

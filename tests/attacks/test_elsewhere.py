@@ -1,0 +1,233 @@
+"""Vectors that another system released: attacked as a run's own, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from attacks import bench, cli
+from attacks.audit import audit_elsewhere
+from attacks.bench import pool
+from attacks.elsewhere import Columns, Elsewhere, read_claim
+from attacks.evidence import Evidence
+from attacks.findings import Audit
+from attacks.judgement import Book
+from securefl.centroid_privacy import clip_rows
+from securefl.console import run_app
+from securefl.errors import ProtocolError, SecureflError, UsageError
+from securefl.models import base_fingerprint, load_slm
+from securefl.privacy import gaussian_epsilon
+from securefl.training import embed
+from tests import tiny
+
+ROWS = tiny.make_texts(300, seed=3, length=9)
+GROUPS = np.arange(60) % 12
+CLAIM = {
+    "mechanism": "gaussian-sums",
+    "clip": 2.0,
+    "noise_multiplier": 1.0,
+    "count_multiplier": 2.0,
+    "delta": 1e-5,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an encoder, 12 means of 5 rows each, embeddings of single rows, rows and a pool."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    tiny.make_encoder(folder / "encoder", width=64)
+    slm = load_slm(str(folder / "encoder"), ["a", "b"], max_length=12, train_embeddings=False, seed=0)
+    vectors = embed(slm, [text for text, _ in ROWS[:60]], "pooled").astype(np.float64)
+    means = np.stack([vectors[g == GROUPS].mean(0) for g in range(12)])
+    np.save(folder / "means.npy", means)
+    np.save(folder / "embeddings.npy", vectors)
+    sizes = np.full(12, 5.0)
+    save_file({"centroids": means, "sizes": sizes}, folder / "means.safetensors")
+    rng = np.random.default_rng(0)
+    sums = np.stack([clip_rows(vectors[g == GROUPS], 2.0).sum(0) for g in range(12)])
+    noisy = np.maximum(sizes + rng.normal(0, 2.0, 12), 1)
+    noised = (sums + rng.normal(0, 2.0, sums.shape)) / noisy[:, None]
+    save_file({"centroids": noised, "sizes": noisy}, folder / "noised.safetensors")
+    _write(folder / "rows.csv", [(t, label, str(g)) for (t, label), g in zip(ROWS[:60], GROUPS, strict=True)])
+    _write(folder / "pool.csv", [(t, label, "0") for t, label in ROWS[60:]])
+    _write(folder / "all.csv", [(t, label, "0") for t, label in ROWS])
+    (folder / "claim.json").write_text(json.dumps(CLAIM))
+    return folder
+
+
+def _write(path: Path, lines: list[tuple[str, ...]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label", "cluster"])
+        writer.writerows(lines)
+
+
+def source(made: Path, vectors: str = "means.npy", **changes: Any) -> Elsewhere:
+    given: dict[str, Any] = {
+        "encoder": str(made / "encoder"), "pool": made / "pool.csv", "rows": made / "rows.csv",
+        "columns": Columns("text", "label", "cluster"), "max_length": 12,
+    }  # fmt: skip
+    return Elsewhere(made / vectors, **{**given, **changes})
+
+
+def audited(one: Elsewhere, out: Path, *attacks: int) -> Audit:
+    return audit_elsewhere(one, out, attacks=frozenset(attacks) if attacks else None)
+
+
+def test_means_are_attacked_as_a_runs_own(made: Path, tmp_path: Path) -> None:
+    found = audited(source(made), tmp_path / "out")
+    values = {(f.attack, f.metric): f for f in found.findings}
+    membership = values[("membership, likelihood ratio", "auc")]
+    assert membership.value > 0.75  # in whichever of the twelve it is looked for
+    assert membership.verdict == "leaks"
+    search = values[(pool.TOGETHER, "recall")]
+    assert search.value == 1.0  # random groups: a row may be in any, wherever it lies
+    assert search.details["certain_centroids"] == 12
+    assert (found.method, found.run) == ("elsewhere", "means.npy")
+    assert {release.kind for release in found.releases} == {"centroids"}
+    said = {entry.attack for entry in found.not_run}
+    assert "one-run audit with canaries" in said
+    for name in ("audit.json", "report.html", "audit.md"):
+        content = (tmp_path / "out" / name).read_text()
+        assert not any(text in content for text, _ in ROWS[:60])
+
+
+def test_embeddings_of_single_texts(made: Path, tmp_path: Path) -> None:
+    one = source(made, "embeddings.npy", columns=Columns("text", "label"))
+    found = audited(one, tmp_path / "out", 1, 8)
+    assert {f.value for f in found.findings if f.metric == "auc" and "ratio" in f.attack} == {1.0}
+    assert found.releases[0].rows_per_centroid == [1.0] * 60
+
+
+def test_a_claim_caps_what_is_found_and_other_rows_are_refused(made: Path, tmp_path: Path) -> None:
+    claim = made / "claim.json"
+    found = audited(source(made, "noised.safetensors", claim=claim), tmp_path / "out", 1, 8)
+    assert all(f.cap is not None and f.verdict != "violates_claim" for f in found.findings)
+    mu = np.sqrt(1 + 1 / 4)
+    assert found.findings[0].claim_epsilon == pytest.approx(gaussian_epsilon(mu, 1e-5), rel=1e-9)
+    # The same vectors, said to be of other rows.
+    _write(tmp_path / "others.csv", [(t, label, str(i % 12)) for i, (t, label) in enumerate(ROWS[60:120])])
+    loud = np.random.default_rng(1).normal(0, 40, (12, 64))
+    np.save(tmp_path / "far.npy", loud)
+    with pytest.raises(ProtocolError, match="times as far"):
+        audited(source(tmp_path, "far.npy", encoder=str(made / "encoder"), pool=made / "pool.csv",
+                       rows=tmp_path / "others.csv", claim=claim), tmp_path / "far", 1)  # fmt: skip
+
+
+def test_without_the_rows_only_what_proves_itself_is_said(made: Path, tmp_path: Path) -> None:
+    one = source(made, "means.safetensors", rows=None, pool=made / "all.csv", columns=Columns())
+    found = audited(one, tmp_path / "out")
+    (named,) = found.findings
+    assert (named.attack, named.metric, named.value) == (pool.NAMED, "vectors_named", 1.0)
+    assert named.control == 0.0
+    book = Book(show_text=True)
+    bench.pool.ATTACK.run(Evidence(one), book, lambda *_: None)
+    assert set(book.figures[0].texts) <= {text for text, _ in ROWS[:60]}
+    # Where the pool does not hold the rows nothing proves itself.
+    blind = audited(source(made, "means.safetensors", rows=None, columns=Columns()), tmp_path / "none")
+    assert [(f.value, f.verdict) for f in blind.findings] == [(0.0, "none_shown")]
+
+
+def test_overlap_of_the_pool_is_left_out_and_said(made: Path, tmp_path: Path) -> None:
+    found = audited(source(made, pool=made / "all.csv"), tmp_path / "out", 1)
+    assert found.overlap is not None
+    assert found.overlap.pool == len(ROWS)
+    assert found.overlap.left_out >= 60
+
+
+def test_another_encoder_is_an_error_and_no_low_score(made: Path, tmp_path: Path) -> None:
+    other = tiny.make_encoder(tmp_path / "other", width=64, seed=5)
+    with pytest.raises(ProtocolError, match="not the mean of the rows"):
+        audited(source(made, encoder=str(other)), tmp_path / "out", 1)
+    vectors = np.load(made / "means.npy")
+    save_file({"centroids": vectors}, tmp_path / "named.safetensors", metadata={"encoder": "0" * 64})
+    with pytest.raises(ProtocolError, match="made with another encoder"):
+        Elsewhere(tmp_path / "named.safetensors", str(made / "encoder"), made / "pool.csv")
+    mine = base_fingerprint(str(made / "encoder"))
+    save_file({"centroids": vectors}, tmp_path / "named.safetensors", metadata={"encoder": mine})
+    Elsewhere(tmp_path / "named.safetensors", str(made / "encoder"), made / "pool.csv")
+    np.save(tmp_path / "narrow.npy", vectors[:, :50])
+    one = Elsewhere(tmp_path / "narrow.npy", str(made / "encoder"), made / "pool.csv", max_length=12)
+    with pytest.raises(ProtocolError, match="made with another one"):
+        audited(one, tmp_path / "out", 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mechanism": "laplace"}, "mechanism"),
+        ({"mechanism": None}, "an epsilon without a mechanism bounds nothing"),
+        ({"clip": 0}, "clip"),
+        ({"clip": float("nan")}, "JSON"),
+        ({"noise_multiplier": -1}, "noise_multiplier"),
+        ({"extra": 1}, "extra"),
+        ({"epsilon": 0.5}, "this noise gives"),
+        ({"delta": 1}, "delta"),
+        ({"unit": "silo"}, "unit"),
+    ],
+)
+def test_a_claim_without_a_mechanism_or_with_too_little_noise(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    path = tmp_path / "claim.json"
+    path.write_text(json.dumps({**CLAIM, **change}))
+    with pytest.raises(UsageError, match=says):
+        read_claim(path)
+    path.write_text("[1]")
+    with pytest.raises(UsageError, match="mechanism"):
+        read_claim(path)
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [(["x"] * 60, "must be the number"), (["12"] * 60, "must be the number"), (["0"] * 60, "no row has 1")],
+)
+def test_rows_must_name_every_vector(made: Path, tmp_path: Path, groups: list[str], says: str) -> None:
+    rows = tmp_path / "rows.csv"
+    _write(rows, [(t, label, g) for (t, label), g in zip(ROWS[:60], groups, strict=True)])
+    with pytest.raises(SecureflError, match=says):
+        source(made, rows=rows)
+    with pytest.raises(UsageError, match="60 rows for 12 vectors"):
+        source(made, columns=Columns("text", "label"))
+
+
+def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--releases", str(made / "means.npy"), "--encoder", str(made / "encoder"), "--pool",
+             str(made / "pool.csv"), "--rows", str(made / "rows.csv"), "--group", "cluster", "--max-length",
+             "12", "--attacks", "1,8", "--out", str(tmp_path / "out"), "--json"]  # fmt: skip
+    assert run_app(cli.app, "securefl-audit", words) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {finding["number"] for finding in document["findings"]} == {1, 8}
+    assert document["overlap"]["left_out"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name either"),
+        (["x", "--releases", "y.npy"], "name either"),
+        (["--releases", "y.npy"], "needs --encoder and --pool"),
+        (["x", "--pool", "p.csv"], "--pool: goes with --releases"),
+        (["x", "--attacks", "1,b"], "--attacks"),
+        (["--releases", "y.npy", "--encoder", "e", "--pool", "p.csv"], "is not a file"),
+    ],
+)
+def test_command_errors_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert run_app(cli.app, "securefl-audit", ["run", *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error
+    assert "\n" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_attack(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no attack 99"):
+        audited(source(made), tmp_path / "out", 99)
