@@ -18,8 +18,8 @@ Arrays and token ids only: it needs no tokenizer, no model, no text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,21 +29,25 @@ from sklearn.linear_model import LogisticRegression
 from attacks.adversary import NotEnough
 from attacks.membership import Target, Vectors, check_vectors
 from attacks.simulated import Ids, Simulator, buckets, split
+from attacks.token_regressions import (
+    PAIR_PENALTY,
+    Chooser,
+    Ridge,
+    Single,
+    best_number,
+    discriminant,
+    fit,
+    present,
+    whitening,
+)
 from securefl.errors import SecureflError
 
 GROUPS = 4096
 # A token in at most this many auxiliary rows, and in none, counts as rare.
 RARE_ROWS = 5
 
-Single = NDArray[np.float32]
-
 # Relative to the mean variance of a centroid along its axes.
 _PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, np.inf)
-_WHITENING = 1.0
-_PAIR_PENALTY = 0.1  # of what the regression over pairs weighs
-# The mean of the texts with a token is shrunk as if the overall mean were this many more of them.
-_PSEUDO_ROWS = 5.0
-_BINS = 4096
 _BLOCK = 16_000_000
 # Absent tokens for every present one in the regression over pairs, which moves its intercept only.
 _NEGATIVES = 20
@@ -90,139 +94,25 @@ def presence(texts: Sequence[Ids], vocabulary: int, special: frozenset[int]) -> 
 
 
 @dataclass(frozen=True)
-class _Ridge:
-    """Ridge regressions of every token at once, for any penalty.
-
-    mean: (d,) of the simulated centroids; basis: (d, d), variances: (d,) of their covariance. slopes: (d, V)
-    covariance of rotated centroid and token. rate: (V,) share of groups that have the token.
-    """
-
-    mean: Vectors
-    basis: Vectors
-    variances: Vectors
-    slopes: Single
-    rate: Single
-
-    def scores(self, centroids: Vectors, penalty: float) -> Single:
-        """(g, V) linear estimate of the probability that a token is in the group."""
-        shrunk = self.variances + penalty * self.variances.mean()
-        turned = (centroids - self.mean) @ self.basis / shrunk
-        return np.asarray(turned.astype(np.float32) @ self.slopes + self.rate, np.float32)
-
-    def columns(self, ids: Ids) -> _Ridge:
-        return replace(self, slopes=self.slopes[:, ids], rate=self.rate[ids])
-
-
-Blocks = Iterator[tuple[Vectors, sparse.csr_array]]
-
-
-def _present(blocks: Blocks, tokens: sparse.csr_array) -> Blocks:
-    """Of blocks (centroids, rows of each group): (centroids, 0/1 tokens of each group)."""
-    for centroids, whose in blocks:
-        there = sparse.csr_array(whose @ tokens)
-        there.data[:] = 1
-        yield centroids, there
-
-
-def _fit(blocks: Blocks, width: int, vocabulary: int) -> _Ridge:
-    """Normal equations over blocks, around the first block's mean so that nothing cancels."""
-    origin: Vectors | None = None
-    groups, total, counts = 0, np.zeros(width), np.zeros(vocabulary)
-    square, cross = np.zeros((width, width)), np.zeros((vocabulary, width))
-    for centroids, there in blocks:
-        origin = centroids.mean(0) if origin is None else origin
-        moved = centroids - origin
-        groups += len(moved)
-        total += moved.sum(0)
-        square += moved.T @ moved
-        counts += there.sum(axis=0)
-        cross += there.T @ moved
-    if origin is None:
-        raise NotEnough("no groups were simulated, so there is nothing to fit")
-    mean, rate = total / groups, counts / groups
-    variances, basis = np.linalg.eigh(square / groups - np.outer(mean, mean))
-    slopes = basis.T @ (cross / groups - np.outer(rate, mean)).T
-    floor = max(1e-12, 1e-9 * float(variances.max()))
-    return _Ridge(
-        origin + mean,
-        basis,
-        np.maximum(variances, floor),
-        slopes.astype(np.float32),
-        rate.astype(np.float32),
-    )
-
-
-class _Chooser:
-    """The threshold with the best F1 over all (group, token) pairs, counted in bins of the score."""
-
-    def __init__(self) -> None:
-        self._ends: tuple[float, float] | None = None
-        self._all, self._hits, self._true = np.zeros(_BINS), np.zeros(_BINS), 0
-
-    def add(self, scores: Single, there: sparse.csr_array) -> None:
-        """scores: (g, V); there: (g, V) 0/1 truth."""
-        if self._ends is None:
-            self._ends = float(scores.min()), max(float(scores.max()), float(scores.min()) + 1e-6)
-        low, high = self._ends
-        bins = np.clip((scores - low) * (_BINS / (high - low)), 0, _BINS - 1).astype(np.int32)
-        self._all += np.bincount(bins.ravel(), minlength=_BINS)
-        right = there.tocoo()
-        self._hits += np.bincount(bins[right.row, right.col], minlength=_BINS)
-        self._true += right.nnz
-
-    def best(self, missed: int = 0) -> tuple[float, float]:
-        """(F1, threshold): tokens scoring at least the threshold are guessed. missed: true pairs beside."""
-        assert self._ends is not None
-        hits, guessed = np.cumsum(self._hits[::-1])[::-1], np.cumsum(self._all[::-1])[::-1]
-        f1 = 2 * hits / np.maximum(1, guessed + self._true + missed)
-        at = int(f1.argmax())
-        low, high = self._ends
-        return float(f1[at]), low + at * (high - low) / _BINS
-
-
-def _best_number(counts: Vectors, order: Ids, groups: int) -> tuple[int, float]:
-    """How many tokens of `order` to guess for every group, and the F1 of it, the best one.
-
-    counts: (V,) how many of the groups have each.
-    """
-    hits = np.cumsum(counts[order])
-    f1 = 2 * hits / np.maximum(1, groups * np.arange(1, len(order) + 1) + counts.sum())
-    return int(f1.argmax()) + 1, float(f1.max())
-
-
-def _whitening(ridge: _Ridge) -> Vectors:
-    """(d,) by which rotated centroids are divided: what they vary in anyway, the noise included."""
-    return np.asarray(np.sqrt(ridge.variances + _WHITENING * ridge.variances.mean()), np.float64)
-
-
-def _discriminant(ridge: _Ridge, rows: Vectors) -> _Ridge:
-    """Log-likelihood ratio of "has the token" against "any group", Gaussian with one covariance; its `scores`
-    take the penalty `_PAIR_PENALTY`. rows: (V,) how many rows have each token."""
-    means = ridge.slopes * (rows / (rows + _PSEUDO_ROWS) / np.maximum(ridge.rate, 1e-9)).astype(np.float32)
-    shrunk = (ridge.variances + _PAIR_PENALTY * ridge.variances.mean()).astype(np.float32)
-    return replace(ridge, slopes=means, rate=-0.5 * (means**2 / shrunk[:, None]).sum(0))
-
-
-@dataclass(frozen=True)
 class _Looked:
     """Tokens to look for, and what speaks for them. ids: (r,); own: their columns of a ridge, those of
-    tokens that it has not seen all zero; ratio: `_discriminant` of it; directions: (r, d) whitened vectors of
+    tokens that it has not seen all zero; ratio: `discriminant` of it; directions: (r, d) whitened vectors of
     length 1 of texts of that token alone, or None."""
 
     ids: Ids
-    own: _Ridge
-    ratio: _Ridge
+    own: Ridge
+    ratio: Ridge
     directions: Single | None
 
     def features(self, centroids: Vectors) -> Single:
         """(g, r, f): log rate without the centroid; the ridge's lift over it; likelihood ratio; likeness to
         the token alone."""
         rate = self.own.rate
-        lift = (self.own.scores(centroids, _PAIR_PENALTY) - rate) / np.sqrt(np.maximum(rate, 1e-6))
+        lift = (self.own.scores(centroids, PAIR_PENALTY) - rate) / np.sqrt(np.maximum(rate, 1e-6))
         parts = [np.broadcast_to(np.log(rate + 1e-4), lift.shape), lift]
-        parts.append(self.ratio.scores(centroids, _PAIR_PENALTY))
+        parts.append(self.ratio.scores(centroids, PAIR_PENALTY))
         if self.directions is not None:
-            turned = (centroids - self.own.mean) @ self.own.basis / _whitening(self.own)
+            turned = (centroids - self.own.mean) @ self.own.basis / whitening(self.own)
             parts.append(turned.astype(np.float32) @ self.directions.T)
         return np.stack(parts, axis=-1).astype(np.float32)
 
@@ -256,7 +146,7 @@ def _rule(
     better than the prior there, the rule is the prior."""
     counts = np.asarray(truth.sum(axis=0), np.float64).ravel()
     order = np.argsort(-looked.own.rate, kind="stable")
-    number, floor = _best_number(counts, order, len(centroids))
+    number, floor = best_number(counts, order, len(centroids))
     step = max(1, _BLOCK // (4 * max(1, len(looked.ids))))
     starts = range(0, len(centroids), step)
     pairs, answers = [], []
@@ -272,7 +162,7 @@ def _rule(
     scale = np.maximum(table.std(0), 1e-12)
     fitted = LogisticRegression(max_iter=200).fit(table / scale, np.concatenate(answers))
     weights = (fitted.coef_[0] / scale).astype(np.float32)
-    chooser = _Chooser()
+    chooser = Chooser()
     for start in starts:
         scores = looked.features(centroids[start : start + step]) @ weights
         chooser.add(scores, truth[start : start + step])
@@ -301,7 +191,7 @@ class _Case:
         counts = np.asarray(self.tokens[rows].sum(axis=0), np.float64).ravel()
         return self.content & (counts <= RARE_ROWS * len(rows) / self.tokens.shape[0]), counts
 
-    def every(self, rows: Ids, ridge: _Ridge) -> _Looked:
+    def every(self, rows: Ids, ridge: Ridge) -> _Looked:
         """All tokens of these rows, on which the ridge was fitted.
 
         Not those of other rows: of held-out ones each is in some held-out group, which would be learnt.
@@ -309,7 +199,7 @@ class _Case:
         own = ridge.rate > 0
         return self._looked(rows, self.seen[own], ridge.columns(np.flatnonzero(own)), ridge)
 
-    def rare(self, rows: Ids, ridge: _Ridge) -> _Looked:
+    def rare(self, rows: Ids, ridge: Ridge) -> _Looked:
         """Rare tokens to look for, with a ridge fitted on these rows."""
         among, counts = self.is_rare(rows)
         ids = np.flatnonzero(among if self.vectors is not None else among & (counts > 0))
@@ -319,12 +209,12 @@ class _Case:
         own.slopes[:, new], own.rate[new] = 0, 0
         return self._looked(rows, ids, own, ridge)
 
-    def _looked(self, rows: Ids, ids: Ids, own: _Ridge, ridge: _Ridge) -> _Looked:
+    def _looked(self, rows: Ids, ids: Ids, own: Ridge, ridge: Ridge) -> _Looked:
         counts = np.asarray(self.tokens[rows].sum(axis=0), np.float64).ravel()[ids]
-        ratio = _discriminant(own, counts)
+        ratio = discriminant(own, counts)
         if self.vectors is None:
             return _Looked(ids, own, ratio, None)
-        turned = (self.vectors[ids] - self.vectors[self.content].mean(0)) @ ridge.basis / _whitening(ridge)
+        turned = (self.vectors[ids] - self.vectors[self.content].mean(0)) @ ridge.basis / whitening(ridge)
         turned /= np.maximum(np.linalg.norm(turned, axis=1, keepdims=True), 1e-30)
         return _Looked(ids, own, ratio, turned.astype(np.float32))
 
@@ -390,16 +280,16 @@ def _read_bucket(
     tokens = sparse.csr_array(case.tokens[:, case.seen])
     everything = np.concatenate([case.fitted, case.held])
 
-    def ridge_of(rows: Ids) -> _Ridge:
+    def ridge_of(rows: Ids) -> Ridge:
         made = case.simulator.releases(rows, sizes, groups, rng)
-        return _fit(_present(made, tokens), centroids.shape[1], len(case.seen))
+        return fit(present(made, tokens), centroids.shape[1], len(case.seen))
 
     first = ridge_of(case.fitted)
-    made = list(_present(case.simulator.releases(case.held, sizes, max(2, groups // 8), rng), case.tokens))
+    made = list(present(case.simulator.releases(case.held, sizes, max(2, groups // 8), rng), case.tokens))
     trials = np.concatenate([some for some, _ in made])
-    present = sparse.vstack([there for _, there in made], format="csr")
-    truth = sparse.csr_array(present[:, case.seen])
-    choosers = [_Chooser() for _ in _PENALTIES]
+    there = sparse.vstack([answers for _, answers in made], format="csr")
+    truth = sparse.csr_array(there[:, case.seen])
+    choosers = [Chooser() for _ in _PENALTIES]
     step = max(1, _BLOCK // len(case.seen))
     for start in range(0, len(trials), step):
         for penalty, chooser in zip(_PENALTIES, choosers, strict=True):
@@ -408,12 +298,12 @@ def _read_bucket(
     best = int(np.argmax([f1 for f1, _ in results]))
     penalty, threshold = _PENALTIES[best], results[best][1]
     counts = np.asarray(truth.sum(axis=0), np.float64).ravel()
-    number, _ = _best_number(counts, np.argsort(-first.rate, kind="stable"), len(trials))
+    number, _ = best_number(counts, np.argsort(-first.rate, kind="stable"), len(trials))
     rare, rule = case.rare(case.fitted, first), None
     if len(rare.ids):
-        rule = _rule(rare, trials, sparse.csr_array(present[:, rare.ids]), rng)
+        rule = _rule(rare, trials, sparse.csr_array(there[:, rare.ids]), rng)
     every = case.every(case.fitted, first)
-    right = sparse.csr_array(present[:, every.ids])
+    right = sparse.csr_array(there[:, every.ids])
     joint = _rule(every, trials, right, rng, missed=truth.nnz - right.nnz)
     both = joint if joint.weights is not None and joint.f1 > results[best][0] else None
 

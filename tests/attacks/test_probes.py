@@ -10,7 +10,7 @@ from scipy.stats import multivariate_normal
 from sklearn.linear_model import Ridge
 from sklearn.metrics import f1_score, precision_recall_curve
 
-from attacks import attribute_probe, bag_probe, bounds
+from attacks import attribute_probe, bag_probe, bounds, token_regressions
 from attacks.adversary import NotEnough
 from attacks.bag_probe import token_set
 from attacks.membership import Target, Vectors
@@ -143,7 +143,7 @@ def test_the_ridge_is_scikit_learns() -> None:
     rng = np.random.default_rng(2)
     x, y = rng.standard_normal((80, WIDTH)) + 3, (rng.random((80, 7)) < 0.3).astype(np.float32)
     blocks = [(x[i : i + 30], sparse.csr_array(y[i : i + 30])) for i in (0, 30, 60)]
-    fitted = bag_probe._fit(iter(blocks), WIDTH, 7)
+    fitted = token_regressions.fit(iter(blocks), WIDTH, 7)
     other = rng.standard_normal((9, WIDTH)) + 3
     alpha = 0.3 * 80 * fitted.variances.mean()
     expected = Ridge(alpha=alpha).fit(x, y).predict(other)
@@ -157,13 +157,13 @@ def test_the_ratio_is_that_of_two_gaussians() -> None:
     y = (rng.random((90, 5)) < 0.3).astype(np.float32)
     x = rng.standard_normal((90, WIDTH)) + y @ rng.standard_normal((5, WIDTH))
     rows = y.sum(0).astype(float)
-    fitted = bag_probe._fit(iter([(x, sparse.csr_array(y))]), WIDTH, 5)
-    found = bag_probe._discriminant(fitted, rows).scores(x[:7], bag_probe._PAIR_PENALTY)
+    fitted = token_regressions.fit(iter([(x, sparse.csr_array(y))]), WIDTH, 5)
+    found = token_regressions.discriminant(fitted, rows).scores(x[:7], token_regressions.PAIR_PENALTY)
     covariance = np.cov(x.T, bias=True)
-    covariance += bag_probe._PAIR_PENALTY * np.trace(covariance) / WIDTH * np.eye(WIDTH)
+    covariance += token_regressions.PAIR_PENALTY * np.trace(covariance) / WIDTH * np.eye(WIDTH)
     for token in range(5):
         gap = x[y[:, token] > 0].mean(0) - x.mean(0)
-        mean = x.mean(0) + gap * rows[token] / (rows[token] + bag_probe._PSEUDO_ROWS)
+        mean = x.mean(0) + gap * rows[token] / (rows[token] + token_regressions.PSEUDO_ROWS)
         expected = [multivariate_normal(at, covariance).logpdf(x[:7]) for at in (mean, x.mean(0))]
         np.testing.assert_allclose(found[:, token], expected[0] - expected[1], atol=1e-3)
 
@@ -172,7 +172,7 @@ def test_the_threshold_is_the_best_one() -> None:
     rng = np.random.default_rng(3)
     scores, truth = rng.random((40, 30)).astype(np.float32), rng.random((40, 30)) < 0.2
     scores += 0.5 * truth
-    chooser = bag_probe._Chooser()
+    chooser = token_regressions.Chooser()
     for part in (slice(0, 25), slice(25, 40)):
         chooser.add(scores[part], sparse.csr_array(truth[part].astype(np.float32)))
     f1, threshold = chooser.best()
@@ -186,7 +186,7 @@ def test_the_number_of_frequent_tokens_is_the_best_one() -> None:
     rng = np.random.default_rng(4)
     truth = rng.random((50, 12)) < np.linspace(0.9, 0.05, 12)
     order = rng.permutation(12)
-    number, f1 = bag_probe._best_number(truth.sum(0).astype(float), order, 50)
+    number, f1 = token_regressions.best_number(truth.sum(0).astype(float), order, 50)
     naive = [f1_score(truth.ravel(), np.tile(np.isin(np.arange(12), order[:k]), 50)) for k in range(1, 13)]
     assert number == int(np.argmax(naive)) + 1
     assert f1 == pytest.approx(max(naive))

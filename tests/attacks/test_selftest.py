@@ -130,7 +130,7 @@ BROKEN: list[tuple[int, str, Callable[[Any, Fill], Any], str]] = [
     (2, "attacks.pursuit.solve", picks, "tokens (2)"),
     (3, "attacks.mechanism._scores", scores_of_trials, "mechanism (3)"),
     (4, "attacks.text_canaries.text_scores", of_a_field("scores"), "one run (4), text canaries"),
-    (5, "attacks.bag_probe._Ridge.scores", arrays, "bag of words (5)"),
+    (5, "attacks.token_regressions.Ridge.scores", arrays, "bag of words (5)"),
     (6, "attacks.rounds.likelihood_ratios", arrays, "several rounds (6): leak"),
     (6, "attacks.rounds.difference", arrays, "several rounds (6): difference"),
     (7, "attacks.membership.likelihood_ratios", arrays, "subtraction (7)"),
