@@ -104,7 +104,7 @@ def run(
     """
     from attacks.audit import audit, audit_elsewhere, audit_files
     from attacks.audit_report import attack_table
-    from attacks.audit_words import answers, not_attacked, not_run_numbers
+    from attacks.audit_words import answers, not_attacked
     from attacks.elsewhere import Columns, Elsewhere
     from attacks.signature import sign_audit
     from securefl.commands.keys import open_identity
@@ -149,9 +149,6 @@ def run(
             OUT.print(attack_table([(result.method, result)]))
         for question, answer in answers(result):
             OUT.print(f"{question}: {answer.text}", highlight=False)
-        if left := not_run_numbers(result):
-            numbers = ", ".join(map(str, left))
-            OUT.print(f"no figure of attack {numbers}; the report says why", highlight=False)
         untouched = [] if result.findings else not_attacked([(result.method, result)])
         for sentence in (*untouched, result.warning):
             OUT.print(sentence, highlight=False)

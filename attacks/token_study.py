@@ -45,10 +45,14 @@ def recall_grid(
     standard deviation on each number of a *centroid*, so k times as much on its sum. positions: at most
     `slm.max_length`. score: puts tokens together to texts; None leaves that out.
 
+    Into one text of every group a made-up name is planted, two words that no auxiliary text has.
+
     A row: k, noise, seed, groups, tokens (content tokens behind the centroids), recall, baseline (of the
     frequency prior), control (recall of as many other texts by the same reading), certain (share of
-    positions); with `score` also texts, exact_texts, exact_texts_random (tokens dealt at random) and
-    exact_texts_control (of the other texts). Raises NotEnough where `texts` has less than two groups of k.
+    positions), names (share of planted names whose words were read next to each other), names_control (the
+    same of each group's name in what was read of another); with `score` also texts, exact_texts,
+    exact_texts_random (tokens dealt at random) and exact_texts_control (of the other texts). Raises NotEnough
+    where `texts` has less than two groups of k.
     """
     ids, known = token_ids(slm, texts), token_ids(slm, auxiliary)
     prior = fit_prior(known, positions, vocabulary_size(slm))
@@ -62,13 +66,22 @@ def recall_grid(
                     continue
                 rng = np.random.default_rng([seed, k])
                 members, others = _draw(len(texts), k, groups, rng)
-                target = _release(vectors, mask, members, noise, np.random.default_rng([seed, k, 1]))
+                names = _names(slm, prior, len(members), np.random.default_rng([seed, k, 2]))
+                hosts = [int(group[0]) for group in members]
+                planted = [_planted(texts[host], name) for host, name in zip(hosts, names, strict=True)]
+                own, seen, there = list(ids), vectors.copy(), mask.copy()
+                (changed,), changed_mask = layer_tokens.layer_outputs(slm, planted, [0])
+                seen[hosts], there[hosts] = changed[:, :positions], changed_mask[:, :positions]
+                for host, new in zip(hosts, token_ids(slm, planted), strict=True):
+                    own[host] = new[:positions]
+                target = _release(seen, there, members, noise, np.random.default_rng([seed, k, 1]))
                 read = recover(slm, target, prior, auxiliary)
                 row: Row = {"k": k, "noise": noise, "seed": seed, "groups": len(members)}
-                row |= _scores(slm, target, prior, read.tokens, ids, members, others)
+                row |= _scores(slm, target, prior, read.tokens, own, members, others)
+                row |= _named(slm, read.tokens, names)
                 row["certain"] = float(read.certain[target.mask > 0].mean())
                 if score is not None:
-                    row |= _whole(slm, read.tokens, ids, members, others, score, rng)
+                    row |= _whole(slm, read.tokens, own, members, others, score, rng)
                 yield row
 
 
@@ -103,6 +116,42 @@ def layer_recall(
                 found = layer_tokens.nearest(target, learnt, aside, other_mask, known)
                 row["nearest"] = _scores(slm, target, prior, found, ids, members, others)["recall"]
             yield row
+
+
+def _names(slm: Slm, prior: Prior, count: int, rng: np.random.Generator) -> list[str]:
+    """Names of two words of one token each, all different, that no auxiliary text has."""
+    words: list[str] = []
+    for token in rng.permutation(np.flatnonzero(prior.counts == 0)).tolist():
+        word = slm.tokenizer.convert_ids_to_tokens(token)
+        if isinstance(word, str) and word.isascii() and word.isalpha() and len(word) > 2:
+            words.append(word)
+        if len(words) == 2 * count:
+            break
+    if len(words) < 2 * count:
+        raise NotEnough("the vocabulary has too few words that no auxiliary text has, to make up names of")
+    return [" ".join(words[2 * i : 2 * i + 2]) for i in range(count)]
+
+
+def _planted(text: str, name: str) -> str:
+    first, *rest = text.split(" ", 1)
+    return " ".join([first, name, *rest])
+
+
+def _named(slm: Slm, read: list[list[Ids]], names: Sequence[str]) -> Row:
+    """How many names were read, and how many of them in what was read of the next group."""
+    special = special_ids(slm)
+    wanted = [[int(i) for i in ids if i not in special] for ids in token_ids(slm, names)]
+
+    def holds(row: list[Ids], name: list[int]) -> bool:
+        return any(
+            all(np.isin(token, row[start + at]) for at, token in enumerate(name))
+            for start in range(len(row) - len(name) + 1)
+        )
+
+    own = [holds(row, name) for row, name in zip(read, wanted, strict=True)]
+    other = [holds(row, name) for row, name in zip(read, [*wanted[1:], *wanted[:1]], strict=True)]
+    control = float(np.mean(other)) if len(names) > 1 else 0.0
+    return {"names": float(np.mean(own)), "names_control": control}
 
 
 def _draw(rows: int, k: int, groups: int, rng: np.random.Generator) -> tuple[list[Ids], list[Ids]]:

@@ -166,3 +166,24 @@ def test_the_figures_on_centroids_go_on_where_they_were(
     assert (single["ours"], single["verdict"]) == (1.0, "met")
     again = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
     assert (again.stdout, again.stderr) == (first.stdout, "")
+
+
+def test_tokens_are_read_over_a_grid_that_goes_on(
+    tiny_encoder: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    command = [
+        *(sys.executable, EXAMPLES / "token_recovery.py", "--out", tmp_path / "out", "--seeds", "1"),
+        *("--model", tiny_encoder, "--train", tiny_data / "train.csv", "--test", tiny_data / "test.csv"),
+        *("--most", "4", "--rows", "32", "--groups", "2"),
+    ]
+    first = subprocess.run([*command, "--json"], capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
+    assert first.returncode == 0, first.stderr
+    made = json.loads(first.stdout)
+    exact = {row["k"]: row for row in made["grid"] if row["noise"] == 0}
+    assert set(exact) == {1, 2, 4}
+    assert exact[1]["recall"] == exact[1]["names"] == 1.0
+    assert exact[1]["names_control"] == 0.0
+    assert "a layer is learnt from at least" in first.stderr
+    again = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
+    assert "Exact centroids of a deeper layer" in again.stdout
+    assert (tmp_path / "out" / "report.html").is_file()

@@ -111,7 +111,8 @@ def test_a_grid_of_recall(slm: Slm) -> None:
     by = {(row["k"], row["noise"]): row for row in rows}
     for k in (1, 4):
         exact, noised = by[k, 0.0], by[k, 1.0]
-        assert exact["recall"] == exact["certain"] == 1.0
+        assert exact["recall"] == exact["certain"] == exact["names"] == 1.0
+        assert exact["names_control"] == 0.0
         assert exact["tokens"] == 6 * k * 8
         assert exact["control"] <= exact["baseline"] + 0.1
         assert exact["texts"] == 6 * k
