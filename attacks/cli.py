@@ -117,6 +117,8 @@ def run(
     for name, value in extra.items():
         if run_dir is not None and value is not None:
             raise UsageError(f"{name}: goes with --releases; a run's folder has its own")
+    if seed < 0:
+        raise UsageError(f"--seed must be 0 or more, not {seed}")
     chosen = _numbers(attacks)
     out = out if run_dir is not None and out.resolve() == run_dir.resolve() else check_out(out)
     # Asked for before the work: a wrong passphrase must not come after it.

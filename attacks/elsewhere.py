@@ -44,6 +44,7 @@ from securefl.release import (
 from securefl.result import ReleaseRow
 
 SILO: Final = "elsewhere"
+MAX_LENGTH: Final = 8192
 _MAX_CLAIM = 64 * 2**10
 # Of what an exact mean may be off, over its largest number: float16 on the way is within.
 _EPSILON_SLACK = 0.01
@@ -140,6 +141,8 @@ class Elsewhere:
         normalised: bool = False,
         seed: int = 0,
     ) -> None:
+        if not 1 <= max_length <= MAX_LENGTH:
+            raise UsageError(f"the length of a text must be 1 to {MAX_LENGTH:,} tokens, not {max_length:,}")
         self.path, self._encoder, self._seed = vectors, encoder, seed
         self._normalised, self._max_length = normalised, max_length
         columns = Columns() if columns is None else columns
