@@ -43,6 +43,12 @@ TOKENS = Adversary(
     knowledge=("the public token table", "frequencies of tokens in other text of the same kind", _CLAIM),
     nist="privacy attack: data reconstruction (2024 edition, section 2.4.1)",
 )
+NOISE = Adversary(
+    role="auditor",
+    sees="noised sums of rows",
+    knowledge=("the rows behind each of them", _ENCODER, _CLAIM),
+    nist="privacy attack: membership inference, as an audit (2024 edition, section 2.4.2)",
+)
 CANARIES = Adversary(
     role="auditor",
     sees="the pooled centroids of one more release, with the auditor's canary texts in it",

@@ -43,6 +43,8 @@ def audit(
     """
     folder = _place(out)
     run = Run(Path(run_dir))
+    if folder is not None and run.path.resolve() in folder.resolve().parents:
+        raise UsageError(f"{folder}: lies in the run's folder, where it would change the run; name another")
     kept = None if folder is None else Kept(folder, digest_of(run.path))
     result = _audit(run, kept, progress, show_text, attacks)
     if folder is not None:

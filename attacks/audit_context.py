@@ -6,7 +6,35 @@ It shows what `Audit` objects hold (see `attacks.context`, which reads it off a 
 from __future__ import annotations
 
 from attacks.audit_rows import Audits
+from attacks.findings import Account, Audit
 from securefl.report.page import Badge, Cell, Items, Table, accuracy, clean, delta, epsilon, interval, listing
+
+
+def _in_all(one: Account) -> Cell:
+    """What the releases of a silo add up to."""
+    if one.epsilon is not None:
+        return Cell(f"ε {epsilon(one.epsilon)}", f"at δ = {delta(one.delta or 0.0)}")
+    if not one.releases:
+        return Cell("nothing left")
+    private = one.private_epsilon
+    what = "" if private is None else f"ε {epsilon(private)} of what has one; "
+    return Cell("", f"{what}{len(one.no_finite_epsilon)} without", (Badge("no finite epsilon", "bad"),))
+
+
+def silo_accounts(audit: Audit) -> list[Table]:
+    """What left each silo in all, in short; empty where nobody kept an account."""
+    rows = []
+    for one in audit.accounts:
+        finite = one.epsilon is not None or not one.releases
+        least = "" if one.private_epsilon is None else f"ε {epsilon(one.private_epsilon)} of what has one"
+        shown = _in_all(one).text if finite else "no finite ε"
+        rows.append((
+            clean(one.silo, 32), str(one.releases),
+            Cell(shown, "" if finite else least, (Badge("simulated", "caution"),) if one.simulated else ()),
+            "–" if one.delta is None else delta(one.delta),
+        ))  # fmt: skip
+    heads = ("Silo", "Releases", "ε of all together", "δ")
+    return [Table("What left each silo in all", heads, tuple(rows), frozenset({1, 3}))] if rows else []
 
 
 def accounts_table(audits: Audits) -> list[Table]:
@@ -14,20 +42,11 @@ def accounts_table(audits: Audits) -> list[Table]:
     rows = []
     for name, audit in audits:
         for one in audit.accounts:
-            if one.epsilon is not None:
-                sum_ = Cell(f"ε {epsilon(one.epsilon)}", f"at δ = {delta(one.delta or 0.0)}")
-            elif one.releases:
-                private = one.private_epsilon
-                what = "" if private is None else f"ε {epsilon(private)} of what has one; "
-                why = f"{what}{len(one.no_finite_epsilon)} without"
-                sum_ = Cell("", why, (Badge("no finite epsilon", "bad"),))
-            else:
-                sum_ = Cell("nothing left")
             about = listing([clean(unit, 40) for unit in one.units]) if one.units else "–"
             games = listing(one.adjacencies) if one.adjacencies else ""
             simulated = (Badge("simulated", "caution"),) if one.simulated else ()
             rows.append((
-                clean(name, 40), clean(one.silo, 32), str(one.releases), sum_,
+                clean(name, 40), clean(one.silo, 32), str(one.releases), _in_all(one),
                 Cell(about, games, simulated), clean(one.trust, 300),
             ))  # fmt: skip
     if not rows:

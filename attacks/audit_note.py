@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 from attacks.audit_opening import audit_summary, claim_against_shown, reasons
 from attacks.audit_rows import number_in, worst_rows
-from attacks.audit_words import metric_words, not_attacked, overlap_words, verdict_of
+from attacks.audit_words import (
+    attack_words,
+    audit_name,
+    claim_in_game,
+    metric_words,
+    not_attacked,
+    overlap_words,
+    row_verdict,
+)
 from attacks.findings import Audit
 from securefl.report.page import accuracy, clean, count, epsilon, interval
 
@@ -33,28 +41,32 @@ def _findings(name: str, audit: Audit) -> list[str]:
     rows = []
     for row in worst_rows([(name, audit)]):
         f = row.worst
-        claim = "none" if f.claim_epsilon is None else epsilon(f.claim_epsilon)
         shown = "" if f.epsilon_lower_bound is None else epsilon(f.epsilon_lower_bound)
         rows.append((
-            f"{f.number}: {_plain(f.attack, 60)}", _plain(metric_words(f.metric)),
+            f"{f.number}: {_plain(attack_words(f.attack))}", _plain(metric_words(f.metric)),
             f"{_plain(f.silo, 32)}, round {f.round}", f"{accuracy(f.value)}, {_plain(interval(f.ci))}",
             f"{f.trials:,}", accuracy(f.baseline), "" if f.control is None else accuracy(f.control),
-            "" if f.cap is None else accuracy(f.cap), claim, shown, verdict_of(f).text,
+            "" if f.cap is None else accuracy(f.cap), claim_in_game(f), shown, row_verdict(row).text,
         ))  # fmt: skip
     heads = (
         "attack", "figure", "worst at", "value, 95 %", "trials", "guessing", "control", "cap of the claim",
         "ε claimed", "ε at least", "verdict",
     )  # fmt: skip
-    return ["## What an attacker could read, at worst", "", *_table(heads, rows)]
+    told = "ε claimed: of the release, in the game that the attack plays where that is known."
+    return ["## What an attacker could read, at worst", "", *_table(heads, rows), told, ""]
 
 
 def _read_back(audit: Audit) -> list[str]:
-    """How many texts were read back."""
+    """How many texts were read back, and where they stand."""
     found = [number_in(f.details.get("texts_withheld")) or len(f.texts) for f in audit.findings]
     texts = int(sum(found))
     if not texts:
         return []
-    return [f"{count(texts, 'text')} read back, of {sum(map(bool, found))} figures; none is shown here.", ""]
+    where = "none is shown here"
+    if any(f.texts for f in audit.findings):
+        where += "; they stand in report.html and audit.json, to be kept as the silos' data are"
+    kept = f"At least {count(texts, 'text')} read back, of {count(sum(map(bool, found)), 'figure')}"
+    return [f"{kept} (up to 20 a figure are kept); {where}.", ""]
 
 
 def audit_note(audit: Audit) -> str:
@@ -62,7 +74,7 @@ def audit_note(audit: Audit) -> str:
 
     Names and reasons come from files that others wrote; they are cut and escaped.
     """
-    name = clean(audit.method, 40)
+    name = audit_name(audit)
     questions = [
         (f"{word}: {asked}", badge.text, _plain(why, 600)) for word, asked, badge, why in reasons(audit)
     ]

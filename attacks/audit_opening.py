@@ -6,10 +6,14 @@ has nothing to find, and what the claim allows. It makes no tables and draws not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attacks.audit_rows import (
     Audits,
+    is_hypothetical,
     is_membership,
     is_recall,
+    leaking,
     metric_key,
     most_telling,
     number_in,
@@ -17,6 +21,7 @@ from attacks.audit_rows import (
     worst_of,
 )
 from attacks.audit_words import (
+    ELSEWHERE,
     QUESTIONS,
     answers,
     attack_list,
@@ -42,6 +47,8 @@ _DEEDS = {
     "rouge_l": "wrote texts of which {} stand in the true ones, in the same order",
     "token_f1": "wrote down the words of texts with an F1 of {}",
     "recall": "found {} of a silo's texts in a pool that holds them among others",
+    "noise_claimed_over_found": "found the noise of a release {} times smaller than is claimed",
+    "vectors_named": "named the pool texts behind {} of the vectors",
     "accuracy": "gave the right answer in {} of questions which labels a group has",
     "tpr_at_1_percent_fpr": "found {} of a silo's rows and took one stranger's row in 100 for one",
     "tpr_at_0.1_percent_fpr": "found {} of a silo's rows and took one stranger's row in 1000 for one",
@@ -60,19 +67,27 @@ def _percent(value: float) -> str:
 
 def deed(finding: Finding) -> str:
     """Who did what, and beside it what guessing, the control and the claim come to; part of a sentence."""
-    who = f"{_ADVERSARIES.get(role(finding), 'an attacker')} (attack {finding.number})"
+    someone = "an attacker" if finding.silo != ELSEWHERE else "someone who has the file"
+    known = {} if finding.silo == ELSEWHERE else _ADVERSARIES
+    who = f"{known.get(role(finding), someone)} (attack {finding.number})"
     show, key = _percent, metric_key(finding)
-    if is_membership(finding):
+    exact, texts = (number_in(finding.details.get(name)) for name in ("texts_found_exactly", "texts"))
+    if is_hypothetical(finding) and is_membership(finding):
+        did = f"would tell, if a row left between two rounds, which one, in {show(finding.value)} of pairs"
+    elif is_membership(finding):
         did = f"told a silo's row from a stranger's in {show(finding.value)} of pairs"
     elif key == "auc":
         did = f"told groups with a label from groups without it in {show(finding.value)} of pairs"
     elif key == "guesses_right":
         did = f"was right in {show(finding.value)} of guesses which canary texts were put in"
     elif key in _DEEDS:
+        show = _percent if key != "noise_claimed_over_found" else accuracy
         did = _DEEDS[key].format(show(finding.value))
     else:
         show = accuracy
         did = f"reached a {metric_words(finding.metric)} of {accuracy(finding.value)}"
+    if exact and texts:
+        did = f"read back {exact:.0f} of {count(int(texts), 'text')} word for word and {did}"
     beside = [f"guessing: {show(finding.baseline)}"]
     if finding.control is not None:
         beside.append(f"the same attack {control_words(finding)}: {show(finding.control)}")
@@ -90,6 +105,25 @@ def broken_claim(audit: Audit) -> Finding | None:
     return min((f for f in audit.findings if f.verdict == "violates_claim"), key=worst_first, default=None)
 
 
+def by_chance(findings: Sequence[Finding], total: int) -> str:
+    """Part of a sentence: figures that leak by themselves where all together they do not; empty if none.
+
+    total: how many figures the whole audit has, over which chance is reckoned.
+    """
+    above = sum(f.verdict != "none_shown" for f in findings)
+    if not above:
+        return ""
+    lie, their = ("lies", "its") if above == 1 else ("lie", "their")
+    return (
+        f"{above} of {count(len(findings), 'figure')} {lie} above guessing by {their} own 95 % interval, by "
+        f"no more than chance explains over {'so many' if total == len(findings) else f'all {total}'}"
+    )
+
+
+def _told_first(finding: Finding) -> tuple[bool, int, float]:
+    return is_hypothetical(finding), *most_telling(finding)
+
+
 def _run_sentence(name: str, audit: Audit) -> str:
     """What the audit of one run found."""
     worst = broken_claim(audit)
@@ -99,15 +133,17 @@ def _run_sentence(name: str, audit: Audit) -> str:
             f"In {name} the attack “{clean(worst.attack, 60)}” got further than the claim allows ({figure}): "
             "the claim is wrong."
         )
+    found = leaking(audit)
+    if not found:
+        few = by_chance(audit.findings, len(audit.findings))
+        return f"In {name} {few}." if few else ""
     leaks: dict[int, Finding] = {}  # one figure of an attack says enough here
-    for finding in sorted((f for f in audit.findings if f.verdict == "leaks"), key=most_telling):
+    for finding in sorted(found, key=_told_first):
         # What was read weighs more than how well it was told apart, and AUC is easier to say than TPR.
         known = leaks.setdefault(finding.number, finding)
         if not (is_membership(known) or is_recall(known)) and is_membership(finding):
             leaks[finding.number] = finding
-    told = sorted(leaks.values(), key=most_telling)[:_MOST_LEAKS]
-    if not told:
-        return ""
+    told = sorted(leaks.values(), key=_told_first)[:_MOST_LEAKS]
     parts = [deed(finding) for finding in sorted(told, key=lambda f: f.number)]
     more = len(leaks) - len(told)
     rest = f" {count(more, 'other attack')} beat guessing too." if more else ""
@@ -140,11 +176,12 @@ def reasons(audit: Audit) -> list[tuple[str, str, Badge, str]]:
         if worst is None:
             why = "No attack that was run says anything about it."
         elif verdict == "none_shown":
-            why = (
+            few = by_chance([f for f in audit.findings if question in f.bears_on], len(audit.findings))
+            start = few or (
                 "No attack beat guessing by more than chance explains where there are "
-                f"{count(len(audit.findings), 'figure')}. The nearest, of {count(worst.trials, 'trial')}: "
-                f"{deed(worst)}."
-            )
+                if len(audit.findings) != 1 else "No attack beat guessing where there is "
+            ) + count(len(audit.findings), "figure")  # fmt: skip
+            why = f"{start}. The nearest, of {count(worst.trials, 'trial')}: {deed(worst)}."
         else:
             sentence = deed(worst)
             why = f"{sentence[0].upper()}{sentence[1:]}."
@@ -159,17 +196,23 @@ def headline(audit: Audit) -> str:
         return "Nothing was attacked; why is said below."
     if broken_claim(audit) is not None:
         return f"At least one claim is wrong: {_run_sentence('this run', audit)}"
-    leaking = [name for name, badge in answers(audit) if badge.text == "leaks"]
+    leaks = [name for name, badge in answers(audit) if badge.text == "leaks"]
     ran = len({f.number for f in audit.findings})
-    start = f"{count(ran, 'attack')} {'was' if ran == 1 else 'were'} put to what left the silos"
-    if not leaking:
-        return f"{start}, and none beat guessing by more than chance explains."
-    held = [f for f in audit.findings if f.verdict == "leaks" and f.claim_compared]
-    free = sorted({f.number for f in audit.findings if f.verdict == "leaks" and not f.claim_compared})
+    what = "the file" if audit.method == ELSEWHERE else "what left the silos"
+    start = f"{count(ran, 'attack')} {'was' if ran == 1 else 'were'} put to {what}"
+    if not leaks:
+        few = by_chance(audit.findings, len(audit.findings))
+        if few:
+            return f"{start}. {few}."
+        none = "it did not beat" if ran == 1 else "none beat"
+        return f"{start}, and {none} guessing by more than chance explains."
+    held = [f for f in leaking(audit) if f.claim_compared]
+    free = sorted({f.number for f in leaking(audit) if not f.claim_compared})
     within = " Where a claim bounds what was found, it held." if held else ""
     if free:
         within += f" No claim bounds what {attack_list(free)} found."
-    return f"{start}. They show {joined(leaking)} to be possible.{within}"
+    show = "It shows" if ran == 1 else "They show"
+    return f"{start}. {show} {joined(leaks)} to be possible.{within}"
 
 
 def largest_bound(audit: Audit) -> Finding | None:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
 
 from attacks.audit_rows import Audits, Subject, family, is_membership, metric_key, number_in, worst_rows
-from attacks.audit_words import game_epsilon, short_title
+from attacks.audit_words import attack_words, game_epsilon, short_title
 from attacks.findings import Audit, Finding
 from securefl.report.page import ACCENT, BAD, INK, MUTED, SERIES, Picture, clean, draw, epsilon
 
@@ -166,7 +166,7 @@ def epsilon_picture(audits: Audits, name: str = "bounds") -> list[Picture]:
         several = len({run for run, _ in found}) > 1
         labels = [
             f"{clean(run, 20)}: {short_title(f.number, family(f.attack))}" if several
-            else f"{f.number}: {clean(family(f.attack), 44)}"
+            else f"{f.number}: {clean(attack_words(family(f.attack)), 48)}"
             for run, f in found
         ]  # fmt: skip
         axes.set_yticks(range(len(found)), labels)

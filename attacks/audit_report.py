@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from attacks.audit_context import accounts_table, channels_list, utility_table
+from attacks.audit_context import accounts_table, channels_list, silo_accounts, utility_table
 from attacks.audit_figures import membership_pictures, noise_pictures, recall_picture, recall_rows
-from attacks.audit_opening import audit_summary, claim_against_shown, headline, largest_bound
+from attacks.audit_opening import audit_summary, claim_against_shown, headline, largest_bound, reasons
 from attacks.audit_plots import epsilon_picture, roc_pictures, subject_pictures
-from attacks.audit_rows import Audits, family, subjects, worst_rows
+from attacks.audit_rows import Audits, Row, family, leaking, subjects, worst_rows
 from attacks.audit_tables import (
     all_findings,
     attacks_table,
@@ -34,13 +38,17 @@ from attacks.audit_tables import (
 from attacks.audit_words import (
     ATTACKS,
     WORDS,
+    attack_words,
+    audit_name,
+    claim_in_game,
     claimed_words,
     meanings,
     metric_words,
     not_attacked,
     not_run_numbers,
     overlap_words,
-    verdict_of,
+    release_words,
+    row_verdict,
 )
 from attacks.findings import Audit
 from attacks.runs import CENTROIDS
@@ -56,8 +64,10 @@ from securefl.report.page import (
     Tile,
     Tiles,
     clean,
+    count,
     epsilon,
     joined,
+    listing,
     write_page,
 )
 from securefl.report.render import plain_table
@@ -129,15 +139,34 @@ def audit_sections(audits: Audits) -> list[Section]:
     return [*_read(audits, first, audit_summary(audits)), _detail(audits)]
 
 
+def _leaking_tile(audit: Audit) -> Tile:
+    """How many attacks leak, by the rule of the three questions."""
+    ran, found = len({f.number for f in audit.findings}), leaking(audit)
+    leaks = len({f.number for f in found})
+    alone = sum(f.verdict != "none_shown" for f in audit.findings)
+    figures = f"{alone} of {count(len(audit.findings), 'figure')} by {'its' if alone == 1 else 'their'} own"
+    detail = f"{figures} 95 % interval" if alone else ""
+    return Tile("Attacks that leak", f"{leaks} of {ran}", detail, "bad" if leaks else "plain")
+
+
+def _attacked_tile(audit: Audit) -> Tile:
+    """How many releases some figure is of, and what kinds were never attacked."""
+    put = {(f.silo, f.round, kind) for f in audit.findings if f.number in ATTACKS
+           for kind in ATTACKS[f.number].kinds}  # fmt: skip
+    attacked = [r for r in audit.releases if (r.silo, r.round, r.kind) in put]
+    known = {release_words(r) for r in attacked}
+    never = sorted({release_words(r) for r in audit.releases} - known)
+    detail = f"never: {listing(never)}" if attacked and never else ""
+    return Tile("Releases attacked", f"{len(attacked)} of {len(audit.releases)}", detail)
+
+
 def _summary(audits: Audits, audit: Audit) -> Section:
     """One page for whoever reads no other: what left, the three answers, claim against proof, the limits."""
-    leaks = sum(finding.verdict != "none_shown" for finding in audit.findings)
     missing, largest = not_run_numbers(audit), largest_bound(audit)
     proved = None if largest is None else largest.epsilon_lower_bound
     claimed = claimed_words(audit.findings if largest is None else [largest])
     tiles = Tiles((
-        Tile("Releases audited", str(len(audit.releases))),
-        Tile("Findings that leak", f"{leaks} of {len(audit.findings)}", "", "bad" if leaks else "plain"),
+        _attacked_tile(audit), _leaking_tile(audit),
         Tile("Largest ε shown", "–" if proved is None else epsilon(proved),
              claimed if audit.findings else "nothing was attacked"),
         Tile("Attacks not run", f"{len(missing)} of {len(ATTACKS)}", joined([str(n) for n in missing])),
@@ -145,55 +174,109 @@ def _summary(audits: Audits, audit: Audit) -> Section:
     left = [departed_table(audit)] if audit.releases else [Paragraph("Nothing left the silos.")]
     blocks: list[Block] = [
         Paragraph(headline(audit), lead=True), tiles, question_table(audit),
-        Paragraph(claim_against_shown(audit), head="Claim and proof."), *left, *_cautions(audits),
+        Paragraph(claim_against_shown(audit), head="Claim and proof."), *silo_accounts(audit), *left,
+        *_cautions(audits),
     ]  # fmt: skip
     return Section("Summary", tuple(blocks))
 
 
 def write_audit_report(audit: Audit, path: Path) -> None:
     """Write the audit of one run as a page of its own. Raises UsageError where `path` cannot be written."""
-    name = clean(audit.method, 40)
+    name, method = audit_name(audit), clean(audit.method, 40)
     audits = [(name, audit)]
     versions = tuple((clean(k, 40), clean(v, 60)) for k, v in sorted(audit.versions.items()))
-    identity = (("Run", clean(audit.run, 64)), ("Method", name), ("Seed", str(audit.seed)), *versions)
+    identity = (("Run", clean(audit.run, 64)), ("Method", method), ("Seed", str(audit.seed)), *versions)
     last = Section(
         "Seed and versions", (Table("What this audit was made with", ("What", "Value"), identity),)
     )
-    subtitle = f"Run {clean(audit.run, 40)}, method {name}, seed {audit.seed}"
+    subtitle = f"Run {clean(audit.run, 40)}, method {method}, seed {audit.seed}"
     footer = "Made by securefl-audit. This page is one file and loads nothing."
     read = _read(audits, [], "") if audit.findings else []
     sections = [_summary(audits, audit), *read, _detail(audits), last]
     write_page(path, f"Audit: {name}", subtitle, sections, footer)
 
 
-def attack_table(audits: Audits) -> RichTable:
-    """The worst finding of every attack, metric and run, for a terminal: runs below each attack."""
-    rows_of = worst_rows(audits, ways=False)
-    several = len(audits) > 1
-    controlled = any(row.worst.control is not None for row in rows_of)
-    rows: list[list[str]] = []
-    attack, heading = "", ""
-    for row in rows_of:
-        f = row.worst
-        name, metric = f"{f.number} {clean(family(f.attack), 60)}", metric_words(f.metric)
-        head = f"{name}: {metric}"
-        # An attack's name stands once, its other figures below it, and runs below each figure.
-        shown = "" if head == heading else f"– {metric}" if name == attack else head
-        attack, heading = name, head
-        cells = [shown, *([clean(row.run, 28)] if several else []), clean(f.silo, 12)]
-        cells += ["none" if f.claim_epsilon is None else epsilon(f.claim_epsilon)]
-        cells += [f"{f.value:.2f} [{f.ci[0]:.2f}, {f.ci[1]:.2f}]", _two(f.baseline)]
-        cells += [_two(f.control)] if controlled else []
-        rows.append([*cells, _two(f.cap), verdict_of(f).text])
-    columns = [
-        ("attack: figure", False), *([("run", False)] if several else []), ("silo", False), ("claim ε", True),
-        ("value, 95 %", True), ("guess", True), *([("control", True)] if controlled else []), ("cap", True),
-        ("verdict", False),
-    ]  # fmt: skip
-    table = plain_table("What an attacker could read (worst silo, round and way to score)", columns, rows)
-    table.caption = Text("\n".join(_notes(audits, controlled)))
-    table.caption_justify = "left"
-    return table
+# Letters of an attack's name on a line, before columns are left out for it; and then of a verdict.
+_LEAST_ATTACK, _LEAST_VERDICT = 16, 10
+
+
+@dataclass(frozen=True)
+class AttackTable:
+    """The worst finding of every attack, metric and run, for a terminal: runs below each attack.
+
+    On a narrow terminal columns are left out, so that every row still says which attack it is of.
+    """
+
+    audits: Audits
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self._table(frozenset())
+        for out in ({"control"}, {"control", "claim ε"}, {"control", "claim ε", "cap"}):
+            if Measurement.get(console, options.update(width=1000), table).minimum <= options.max_width:
+                break
+            table = self._table(frozenset(out))
+        yield table
+
+    def _table(self, out: frozenset[str]) -> RichTable:
+        rows_of = worst_rows(self.audits, ways=False)
+        several = len(self.audits) > 1
+        controlled = any(row.worst.control is not None for row in rows_of)
+        left_out = out | (set() if several else {"run"}) | (set() if controlled else {"control"})
+        rows: list[dict[str, str]] = []
+        attack, heading = "", ""
+        for row in rows_of:
+            f = row.worst
+            name, metric = f"{f.number} {attack_words(family(f.attack))}", metric_words(f.metric)
+            head = f"{name}: {metric}"
+            # An attack's name stands once, its other figures below it, and runs below each figure.
+            shown = "" if head == heading else f"– {metric}" if name == attack else head
+            attack, heading = name, head
+            rows.append({"attack: figure": shown, **_cells(row)})
+        columns = [
+            ("attack: figure", False), ("run", False), ("silo", False), ("claim ε", True),
+            ("value, 95 %", True), ("guessing", True), ("control", True), ("cap", True), ("verdict", False),
+        ]  # fmt: skip
+        kept = [column for column in columns if column[0] not in left_out]
+        table = plain_table(
+            "What an attacker could read (worst silo, round and way to score)",
+            kept,
+            [[row[head] for head, _ in kept] for row in rows],
+        )
+        table.columns[0].min_width = _LEAST_ATTACK
+        for column, (head, _) in list(zip(table.columns, kept, strict=True))[1:]:
+            column.min_width = max(cell_len(text) for text in (head, *(row[head] for row in rows)))
+        if out:
+            table.columns[-1].no_wrap, table.columns[-1].min_width = False, _LEAST_VERDICT
+        table.caption = Text("\n".join(_notes(self.audits, left_out)))
+        table.caption_justify = "left"
+        return table
+
+
+def _cells(row: Row) -> dict[str, str]:
+    f = row.worst
+    return {
+        "run": clean(row.run, 28),
+        "silo": clean(f.silo, 12),
+        "claim ε": claim_in_game(f),
+        "value, 95 %": f"{f.value:.2f} [{f.ci[0]:.2f}, {f.ci[1]:.2f}]",
+        "guessing": _two(f.baseline),
+        "control": _two(f.control),
+        "cap": _two(f.cap),
+        "verdict": row_verdict(row).text,
+    }
+
+
+def attack_table(audits: Audits) -> AttackTable:
+    """The worst findings of some audits, for `print` of a rich console."""
+    return AttackTable(audits)
+
+
+def for_terminal(audit: Audit) -> list[str | AttackTable]:
+    """What a terminal shows of an audit, in order: what was found, the three answers, figures, the limits."""
+    shown: list[str | AttackTable] = [headline(audit)]
+    shown += [f"{name}: {badge.text}. {why}" for name, _, badge, why in reasons(audit)]
+    audits = [(audit_name(audit), audit)]
+    return [*shown, *([AttackTable(audits)] if audit.findings else not_attacked(audits)), audit.warning]
 
 
 def _two(value: float | None) -> str:
@@ -202,7 +285,7 @@ def _two(value: float | None) -> str:
     return f"{value:.3f}" if 0 < value < 0.005 else f"{value:.2f}"
 
 
-def _notes(audits: Audits, controlled: bool) -> list[str]:
+def _notes(audits: Audits, left_out: frozenset[str]) -> list[str]:
     findings = [f for _, audit in audits for f in audit.findings]
     attacked = {(f.silo, f.round) for f in findings if f.claim_epsilon is not None}
     scopes = dict.fromkeys(
@@ -212,13 +295,13 @@ def _notes(audits: Audits, controlled: bool) -> list[str]:
         if r.kind in CENTROIDS and (r.silo, r.round) in attacked and "epsilon" in r.claim
     )
     whom = f", for {'; or '.join(scopes)}" if scopes else ""
-    notes = [
-        f"claim ε: of the one release attacked, not of the silo{whom}",
-        "guess: what the attacker scores without it",
-    ]
-    if controlled:
+    notes = [] if "claim ε" in left_out else [
+        f"claim ε: of the one release attacked, in the attack's game where known, not of the silo{whom}"
+    ]  # fmt: skip
+    notes.append("guessing: what the attacker scores without it")
+    if "control" not in left_out:
         notes.append("control: what the same attack scores where it has nothing to find")
-    if any(f.cap is not None for f in findings):
+    if "cap" not in left_out and any(f.cap is not None for f in findings):
         notes.append(
             "cap: of the attack's game, one row exchanged for another, to which a claim is converted"
         )

@@ -35,6 +35,11 @@ def worst_first(finding: Finding) -> tuple[int, float]:
     return -_SEVERITY[finding.verdict], -lift if math.isfinite(lift) else math.inf
 
 
+def farthest_first(finding: Finding) -> tuple[bool, float]:
+    """A sorting key of one metric: a broken claim, then the largest lift, whatever its own verdict is."""
+    return finding.verdict != "violates_claim", worst_first(finding)[1]
+
+
 def most_telling(finding: Finding) -> tuple[int, float]:
     """The same over several metrics: the lift that is sure, as a share of all that guessing leaves."""
     lift, left = finding.ci[0] - finding.baseline, max(1 - finding.baseline, 1e-3)
@@ -56,6 +61,23 @@ def is_membership(finding: Finding) -> bool:
     return metric_key(finding) == "auc" and "member" in finding.attack.lower()
 
 
+def is_hypothetical(finding: Finding) -> bool:
+    """Whether the attack asks what would be seen if a row left between two rounds, which none may have."""
+    return "a row that left" in finding.attack
+
+
+def leaking(audit: Audit) -> list[Finding]:
+    """Findings above guessing that bear on a question which leaks over all findings together.
+
+    An answer widens every interval by how many there are (`attacks.judgement.judge`); a finding has its own.
+    """
+    answers = {question for question, verdict in audit.verdicts if verdict != "none_shown"}
+    return [
+        f for f in audit.findings
+        if f.verdict == "violates_claim" or (f.verdict == "leaks" and answers.intersection(f.bears_on))
+    ]  # fmt: skip
+
+
 def family(attack: str) -> str:
     """The name of an attack without the way in which its scores were made."""
     parts = attack.split(", ")
@@ -67,13 +89,17 @@ def family(attack: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """The worst finding of one attack and metric in one run; `low` to `high` over all silos and rounds."""
+    """The worst finding of one attack and metric in one run; `low` to `high` over all silos and rounds.
+
+    leaking: how many of the findings lie above guessing, of which the worst need not be one (few trials).
+    """
 
     run: str
     worst: Finding
     low: float
     high: float
     findings: int
+    leaking: int
 
 
 def worst_rows(audits: Audits, ways: bool = True) -> list[Row]:
@@ -90,20 +116,22 @@ def worst_rows(audits: Audits, ways: bool = True) -> list[Row]:
     for key in sorted(groups):
         found = groups[key]
         values = [finding.value for finding in found]
-        worst = min(found, key=worst_first)
-        rows.append(Row(clean(audits[key[3]][0], 40), worst, min(values), max(values), len(found)))
+        leaking = sum(finding.verdict != "none_shown" for finding in found)
+        worst, name = min(found, key=farthest_first), clean(audits[key[3]][0], 40)
+        rows.append(Row(name, worst, min(values), max(values), len(found), leaking))
     return rows
 
 
 def worst_of(audit: Audit, question: str, told: Collection[int] = ()) -> Finding | None:
     """The finding that says most about a question; None where none bears on it.
 
-    told: attacks that a reader was told of already; another that is as grave is more to learn from.
+    told: attacks that a reader was told of already; another that is as grave is more to learn from. An
+    attack on what need not have happened comes last of those that are as grave.
     """
     found = [f for f in audit.findings if question in f.bears_on]
     return min(
         found,
-        key=lambda f: (worst_first(f)[0], f.number in told, most_telling(f)[1]),
+        key=lambda f: (worst_first(f)[0], is_hypothetical(f), f.number in told, most_telling(f)[1]),
         default=None,
     )
 

@@ -11,16 +11,21 @@ from attacks.audit_opening import reasons, role
 from attacks.audit_rows import Audits, family, number_in, subjects, worst_first, worst_rows
 from attacks.audit_words import (
     ATTACKS,
+    ELSEWHERE,
     answers,
+    attack_words,
     claim_cell,
     claimed_words,
+    game_epsilon,
     metric_words,
     not_run_numbers,
+    readers_words,
+    release_words,
+    row_verdict,
     verdict_of,
 )
 from attacks.findings import Audit, Finding
 from securefl.report.claims import is_private, whose
-from securefl.report.digest import kind_of, kind_words, parties
 from securefl.report.page import (
     Badge,
     Block,
@@ -80,7 +85,7 @@ def departed_table(audit: Audit) -> Table:
             claim = "no finite ε"
         else:
             claim = whose(r.claim)
-        key = kind_words(kind_of(r.kind, r.claim)), parties(r.readable_by, r.silo, silos), claim
+        key = release_words(r), readers_words(r, silos), claim
         found.setdefault(key, []).append(known if claim == whose(r.claim) and known is not None else -1.0)
         who.setdefault(key, set()).add(r.silo)
     rows = []
@@ -95,7 +100,7 @@ def departed_table(audit: Audit) -> Table:
             shown,
         ))  # fmt: skip
     return Table(
-        "What left the silos, and who can read it",
+        "What was audited" if silos == [ELSEWHERE] else "What left the silos, and who can read it",
         ("What", "Releases", "Readable by", "Claimed"),
         tuple(rows),
         wrap=frozenset({2, 3}),
@@ -104,16 +109,20 @@ def departed_table(audit: Audit) -> Table:
 
 def _bound_cell(finding: Finding) -> Cell:
     shown = "–" if finding.epsilon_lower_bound is None else epsilon(finding.epsilon_lower_bound)
-    game = "" if finding.adjacency is None else f" ({clean(finding.adjacency, 24)})"
-    return Cell(shown, f"{claimed_words([finding])}{game}")
+    words, game = claimed_words([finding]), clean(finding.adjacency or "", 24)
+    if game and finding.claim_epsilon is not None and game_epsilon(finding) is None:
+        words += f" of the release; the attack's game is {game}"
+    elif game:
+        words += f" ({game})"
+    return Cell(shown, words)
 
 
-def _reference_cell(finding: Finding) -> Cell:
-    """What guessing scores, and below it the control, and the cap or why there is none."""
+def _reference_cell(finding: Finding, why: bool = True) -> Cell:
+    """What guessing scores, and below it the control, and the cap, or why there is none if `why`."""
     control = f"control {accuracy(finding.control)}; " if finding.control is not None else ""
     cap = f"cap {accuracy(finding.cap)}" if finding.cap is not None else "no cap"
-    why = clean(finding.cap_reason or "", 160) if finding.cap is None else ""
-    return Cell(accuracy(finding.baseline), f"{control}{cap}: {why}" if why else f"{control}{cap}")
+    reason = clean(finding.cap_reason or "", 160) if finding.cap is None and why else ""
+    return Cell(accuracy(finding.baseline), f"{control}{cap}: {reason}" if reason else f"{control}{cap}")
 
 
 def side_by_side(audits: Audits) -> Table:
@@ -123,22 +132,24 @@ def side_by_side(audits: Audits) -> Table:
     for row in worst_rows(audits):
         f = row.worst
         spread = f"; {accuracy(row.low)} to {accuracy(row.high)} over {row.findings}" * (row.findings > 1)
+        if 0 < row.leaking < row.findings:
+            spread += f", of which {count(row.leaking, 'leaks', 'leak')}"
         place = f"{clean(f.silo, 30)}, round {f.round}"
         rows.append((
-            Cell(f"{f.number}: {clean(f.attack, 60)}"), metric_words(f.metric),
+            Cell(f"{f.number}: {attack_words(f.attack)}"), metric_words(f.metric),
             Cell(row.run, f"{place}{spread}") if several else Cell(place, spread.removeprefix("; ")),
-            Cell(accuracy(f.value), f"{interval(f.ci)}; {f.trials:,} trials", (verdict_of(f),)),
-            accuracy(f.baseline), accuracy(f.control), accuracy(f.cap), _bound_cell(f),
+            Cell(accuracy(f.value), f"{interval(f.ci)}; {count(f.trials, 'trial')}", (row_verdict(row),)),
+            _reference_cell(f, why=False), _bound_cell(f),
         ))  # fmt: skip
     where = "Run; over all silos and rounds" if several else "Worst at; over all"
     return Table(
         "The worst finding of every attack, with 95 % intervals",
-        ("Attack", "Figure", where, "Value and verdict", "Baseline", "Control", "Cap", "ε at least"),
+        ("Attack", "Figure", where, "Value and verdict", "Guessing, control, cap", "ε at least"),
         tuple(rows),
-        numeric=frozenset({4, 5, 6}),
-        wrap=frozenset({1, 2, 3, 7}),
+        wrap=frozenset({0, 2, 3, 4, 5}),
         note="The worst of several figures is worse than a typical one; the interval is that of the one. "
-        "Baseline: guessing. Control: the same attack where it has nothing to find.",
+        "Control: the same attack where it has nothing to find. Leaks elsewhere: this value has too few "
+        "trials to tell it from guessing, and another one of the row was told.",
     )
 
 
@@ -150,8 +161,10 @@ def attacks_table(audits: Audits) -> Table:
             found.setdefault(finding.number, []).append(finding)
     rows = []
     for number, findings in sorted(found.items()):
-        names = "; ".join(dict.fromkeys(clean(family(f.attack), 60) for f in findings[:_MOST_FINDINGS]))
+        names = "; ".join(dict.fromkeys(attack_words(family(f.attack)) for f in findings[:_MOST_FINDINGS]))
         does = ATTACKS[number].does if number in ATTACKS else ""
+        if all(f.silo == ELSEWHERE for f in findings):
+            does = does.replace("Another silo", "Someone who has the file", 1)
         known = list(dict.fromkeys(fact for f in findings for fact in f.knowledge))[:8]
         knowing = joined([clean(fact, 100) for fact in known]) or "nothing more"
         sees = list(dict.fromkeys(f.adversary for f in findings))[:3]
@@ -173,7 +186,9 @@ def _details(finding: Finding) -> str:
     """The plain entries of a finding's details, a few of them."""
     parts: list[str] = []
     for key, value in finding.details.items():
-        if isinstance(value, str | int | float) and key not in _UNSHOWN:
+        if isinstance(value, bool):
+            parts += [clean(str(key), 30).replace("_", " ")] if value else []
+        elif isinstance(value, str | int | float) and key not in _UNSHOWN:
             shown = f"{value:.3g}" if isinstance(value, float) else clean(str(value), 60)
             parts.append(f"{clean(str(key), 30).replace('_', ' ')} {shown}")
     return ", ".join(parts[:_MOST_DETAILS])
@@ -188,15 +203,15 @@ def all_findings(name: str, audit: Audit) -> Fold:
         knowing = joined([clean(fact, 100) for fact in f.knowledge[:8]]) or "nothing more"
         who = f"attack {f.number}, by {role(f)}, knowing {knowing}{f'; NIST: {nist}' if nist else ''}"
         rows.append((
-            Cell(clean(f.attack, 60), who), Cell(clean(f.silo, 32), f"round {f.round}"),
+            Cell(attack_words(f.attack), who), Cell(clean(f.silo, 32), f"round {f.round}"),
             Cell(metric_words(f.metric), f"{clean(f.target, 60)}: {_details(f)}"),
-            Cell(accuracy(f.value), f"{interval(f.ci)}, {f.trials:,} trials", (verdict_of(f),)),
+            Cell(accuracy(f.value), f"{interval(f.ci)}, {count(f.trials, 'trial')}", (verdict_of(f),)),
             _reference_cell(f), _bound_cell(f),
         ))  # fmt: skip
     left = len(chosen) - len(rows)
     table = Table(
         f"Every finding: {clean(name, 40)}",
-        ("Attack", "Where", "Figure and target", "Value and verdict", "Baseline, control, cap", "ε at least"),
+        ("Attack", "Where", "Figure and target", "Value and verdict", "Guessing, control, cap", "ε at least"),
         tuple(rows),
         wrap=frozenset({0, 2, 3, 4, 5}),
         note=f"{left} more are in audit.json." if left else "",
@@ -227,6 +242,15 @@ def subject_table(name: str, audit: Audit) -> list[Table]:
     )]  # fmt: skip
 
 
+def texts_kept(finding: Finding) -> str:
+    """How many texts of a figure are kept, of how many that were read back where that is known."""
+    kept = len(finding.texts) or int(number_in(finding.details.get("texts_withheld")) or 0)
+    chosen = number_in(finding.details.get("chosen"))
+    if chosen is not None and chosen > kept:
+        return f"the first {kept:,} of {chosen:,.0f} texts"
+    return f"at least {count(kept, 'text')}" if kept == _MOST_TEXTS else count(kept, "text")
+
+
 def read_back(audits: Audits) -> list[Block]:
     """What was read back of texts: shown where the auditor asked for it, else counted. Empty without any."""
     withheld: list[tuple[Cell | str, ...]] = []
@@ -238,11 +262,11 @@ def read_back(audits: Audits) -> list[Block]:
             if f.texts:
                 kept = tuple(clean(text, _LONGEST_TEXT) or "–" for text in f.texts[:_MOST_TEXTS])
                 left = len(f.texts) - len(kept)
-                head = f"Attack {f.number}, {clean(f.attack, 60)}, {place} ({count(len(f.texts), 'text')})"
+                head = f"Attack {f.number}, {attack_words(f.attack)}, {place} ({texts_kept(f)})"
                 more = (Paragraph(f"{left} more are in audit.json."),) if left else ()
                 shown.append(Fold(head, (Items(kept), *more)))
             elif (number := number_in(f.details.get("texts_withheld"))) is not None and number > 0:
-                withheld.append((f"{f.number}: {clean(f.attack, 60)}", place, f"{number:,.0f}"))
+                withheld.append((f"{f.number}: {attack_words(f.attack)}", place, texts_kept(f)))
     blocks: list[Block] = []
     if shown:
         text = "What follows was read back by the attacks; the page is to be kept as the silos' data are."
@@ -253,9 +277,9 @@ def read_back(audits: Audits) -> list[Block]:
                 "Texts read back, withheld; run with --show-text to see them",
                 ("Attack", "Where", "Texts withheld"),
                 tuple(withheld[:_MOST_FINDINGS]),
-                numeric=frozenset({2}),
                 wrap=frozenset({1}),
-                note="They are guesses: how many are right is what the attack's figures say.",
+                note="Up to 20 a figure are kept. They are guesses: how many are right is what the attack's "
+                "figures say.",
             )
         )
     return blocks
@@ -288,11 +312,10 @@ def inventory(name: str, audit: Audit) -> Fold:
     for r in audit.releases:
         sizes = [f"{size:.0f}" if float(size).is_integer() else f"{size:.1f}" for size in r.rows_per_centroid]
         more = f" and {len(sizes) - 24} more" if len(sizes) > 24 else ""
-        kind = kind_of(r.kind, r.claim)
         rows.append((
             Cell(clean(r.silo, 32), full=r.silo), str(r.round),
-            Cell(kind_words(kind), clean(r.file, 80)), claim_cell(r.claim),
-            parties(r.readable_by, r.silo, silos), ", ".join(sizes[:24]) + more or "–",
+            Cell(release_words(r), clean(r.file, 80)), claim_cell(r.claim),
+            readers_words(r, silos), ", ".join(sizes[:24]) + more or "–",
             Cell(clean(r.encoder, 13), full=r.encoder), Cell(clean(r.sha256, 13), full=r.sha256),
         ))  # fmt: skip
     heads = (

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attacks.audit_rows import Audits, metric_key, number_in
-from attacks.findings import Audit, Finding
+from attacks.audit_rows import Audits, Row, metric_key, number_in
+from attacks.findings import Audit, AuditedRelease, Finding
 from securefl.report.claims import MECHANISMS, whose
-from securefl.report.digest import kind_of, kind_words
+from securefl.report.digest import kind_of, kind_words, parties
 from securefl.report.page import Badge, Cell, clean, count, delta, epsilon, joined, listing
 
+ELSEWHERE = "elsewhere"  # method and silo of vectors that no run of securefl made
 VERDICTS: Mapping[str, Badge] = {
     # Not green: that an attack finds nothing is no proof.
     "none_shown": Badge("none shown"),
@@ -58,9 +59,11 @@ ATTACKS: Mapping[int, AttackWords] = {
         ("embedding-centroids",),
     ),
     3: AttackWords(
-        ("mechanism audit",),
-        "The auditor makes many noised sums with and without one row and asks if they can be told apart.",
+        ("noise of a release", "mechanism audit"),
+        "The auditor, who has the rows, takes them out of a noised sum and asks if what is left is as large "
+        "as the noise that is claimed.",
         "",
+        ("centroids", "embedding-centroids"),
     ),
     4: AttackWords(
         ("one-run audit with canaries",),
@@ -74,8 +77,8 @@ ATTACKS: Mapping[int, AttackWords] = {
     ),
     6: AttackWords(
         ("membership over several rounds", "membership, a row that left between two rounds"),
-        "Another silo adds up what group averages of several rounds say of a text, or compares two rounds "
-        "between which a row left.",
+        "Another silo adds up what group averages of several rounds say of a text or, if a row left between "
+        "two rounds, compares the two.",
         _INVENTED,
     ),
     7: AttackWords(
@@ -123,13 +126,14 @@ _NUMBERED = re.compile(r"\((\d{1,2})\)$")
 _SHORT = {
     "membership": "in a group average",
     "membership over several rounds": "over several rounds",
-    "membership, a row that left between two rounds": "a row that left",
+    "membership, a row that left between two rounds": "if a row left",
     "membership in a sum less one's own part": "in a sum of all",
     "membership in a trained model": "in a trained model",
 }
 _METRICS = {
     "auc": "AUC", "token_f1": "token F1", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rouge_l": "ROUGE-L",
     "bleu": "BLEU", "recall": "recall in a pool", "accuracy": "accuracy on labels",
+    "vectors_named": "vectors named", "noise_claimed_over_found": "noise claimed over found",
 }  # fmt: skip
 _RATE = re.compile(r"tpr_at_(\d{1,2}(?:\.\d{1,3})?)_percent_fpr")
 # What a metric is, for whoever has only the terminal.
@@ -152,9 +156,12 @@ MEANINGS = {
     "cosine": "cosine: how alike the vectors of the text read back and of the target are",
     "recall": "recall in a pool: share of a silo's texts found in a pool that holds them among others",
     "accuracy": "accuracy on labels: share of answers right, which labels a group has",
+    "vectors_named": "vectors named: share of the vectors that a sum of pool texts gives exactly",
+    "noise_claimed_over_found": "noise claimed over found: how many times larger the claimed noise is than "
+    "that of the release; 1 where the claim is true",
 }
 WORDS = (
-    ("Baseline", "What an attacker scores who guesses without seeing what left."),
+    ("Guessing", "What an attacker scores who guesses without seeing what left."),
     ("Control", "What the same attack scores where it has nothing to find: on texts that were not in the "
      "data, or on a release or a model without the silo's rows. What it scores above its control it read."),
     ("Cap", "The most that the claimed ε allows on this figure; none where a claim does not bound it. A "
@@ -173,8 +180,11 @@ WORDS = (
     ("Token recall", "The share of the words of a group of texts that the attacker wrote down correctly."),
     ("ROUGE, BLEU, exact texts", "How much of a text was read back in its order: words (ROUGE-1), pairs of "
      "words (ROUGE-2), the longest common run (ROUGE-L), runs of up to four (BLEU), or all of it."),
-    ("Recall in a pool, accuracy on labels", "The share of a silo's texts found among others in a pool; the "
-     "share of right answers on which labels are behind a group."),
+    ("Recall in a pool, accuracy on labels, vectors named", "The share of a silo's texts found among others "
+     "in a pool; of right answers on which labels are behind a group; of the vectors that a sum of pool "
+     "texts gives exactly, so that the texts are known."),
+    ("Noise claimed over found", "Attack 3 divides the noise that is claimed on a sum by what is left of it "
+     "without its rows: 1 where the claim is true, larger where too little noise was added."),
     ("Canary, one-run audit, guesses right", "Attack 4 makes a release once more with texts of the auditor's "
      "own, canaries, each put in or left out by a coin. From what comes out the auditor guesses some of the "
      "coins. How many guesses are right proves a lower bound on ε, of a row being there or not."),
@@ -193,6 +203,37 @@ def metric_words(metric: str) -> str:
     key = metric.lower()
     rate = _RATE.fullmatch(key)
     return f"TPR at {rate[1]} % FPR" if rate else _METRICS.get(key, clean(metric, 40).replace("_", " "))
+
+
+def attack_words(attack: str) -> str:
+    """What an audit calls an attack, on one line, and as a condition where it asks what need not happen."""
+    return clean(attack, 60).replace("a row that left between", "if a row left between")
+
+
+def row_verdict(row: Row) -> Badge:
+    """The verdict of the worst value, or that others leak where that one has too few trials to."""
+    if row.leaking and row.worst.verdict == "none_shown":
+        return Badge("leaks elsewhere", "bad")
+    return verdict_of(row.worst)
+
+
+def audit_name(audit: Audit) -> str:
+    """The method of a run, or the file that was audited."""
+    return clean(audit.run if audit.method == ELSEWHERE else audit.method, 40)
+
+
+def release_words(release: AuditedRelease) -> str:
+    """What a release is; a vector that stands for one text is no average."""
+    if release.kind == "centroids" and set(release.rows_per_centroid) == {1.0}:
+        return "Vectors of single texts" + (", as far as is stated" if release.silo == ELSEWHERE else "")
+    return kind_words(kind_of(release.kind, release.claim))
+
+
+def readers_words(release: AuditedRelease, silos: Sequence[str]) -> str:
+    """Who can read a release; nobody says so of vectors from elsewhere."""
+    if not release.readable_by and release.silo == ELSEWHERE:
+        return "not stated"
+    return parties(release.readable_by, release.silo, silos)
 
 
 def short_title(number: int, attack: str) -> str:
@@ -335,10 +376,17 @@ def claimed_words(findings: Sequence[Finding]) -> str:
         return "no finite ε claimed"
     largest = max(known, key=lambda f: f.claim_epsilon or 0.0)
     words = f"claimed {epsilon(largest.claim_epsilon or 0.0)}"
-    game = largest.details.get("claim_epsilon_replace_one")
-    if largest.details.get("claim_adjacency") == "add-remove" and isinstance(game, int | float):
-        words += f", which is {epsilon(float(game))} here"
+    game = game_epsilon(largest)
+    if game is not None and epsilon(game) != epsilon(largest.claim_epsilon or 0.0):
+        words += f", which is {epsilon(game)} here"
     return words
+
+
+def claim_in_game(finding: Finding) -> str:
+    """The claimed ε for a narrow column: in the attack's game where that is known."""
+    game = game_epsilon(finding)
+    claimed = finding.claim_epsilon if game is None else game
+    return "none" if finding.claim_epsilon is None or claimed is None else epsilon(claimed)
 
 
 def claim_cell(claim: Mapping[str, Any]) -> Cell:

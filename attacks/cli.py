@@ -65,7 +65,9 @@ def run(
             "count_multiplier, delta).",
         ),
     ] = None,
-    text: Annotated[str, typer.Option(metavar="COLUMN", help="Of --pool and --rows: the text.")] = "text",
+    text: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help='Of --pool and --rows: the text ("text").')
+    ] = None,
     label: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Of --pool and --rows: a label, if there is one.")
     ] = None,
@@ -77,8 +79,9 @@ def run(
         ),
     ] = None,
     max_length: Annotated[
-        int, typer.Option(metavar="N", help="With --releases: tokens of a text that the encoder read.")
-    ] = 64,
+        int | None,
+        typer.Option(metavar="N", help="With --releases: tokens of a text that the encoder read (64)."),
+    ] = None,
     normalised: Annotated[
         bool, typer.Option("--normalised", help="With --releases: each text's vector was scaled to length 1.")
     ] = False,
@@ -88,7 +91,9 @@ def run(
     show_text: Annotated[
         bool, typer.Option("--show-text", help="Write the texts that were read back into the files.")
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="S", help="With --releases: of all that is drawn.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="S", help="With --releases: of all that is drawn (0).")
+    ] = None,
     identity: Annotated[
         Path | None,
         typer.Option(metavar="KEY", help="Sign the files with this private file of `securefl keygen`."),
@@ -103,8 +108,7 @@ def run(
     verify` checks that. Exit code 4 where a claim is violated, or an attack fails its self-test.
     """
     from attacks.audit import audit, audit_elsewhere, audit_files
-    from attacks.audit_report import attack_table
-    from attacks.audit_words import answers, not_attacked
+    from attacks.audit_report import for_terminal
     from attacks.elsewhere import Columns, Elsewhere
     from attacks.signature import sign_audit
     from securefl.commands.keys import open_identity
@@ -113,11 +117,15 @@ def run(
         raise UsageError("--out: name a folder for the audit")
     if (run_dir is None) == (releases is None):
         raise UsageError("name either the folder of a run or a file of vectors (--releases)")
-    extra = {"--encoder": encoder, "--pool": pool, "--rows": rows, "--claim": claim, "--group": group}
+    extra = {
+        "--encoder": encoder, "--pool": pool, "--rows": rows, "--claim": claim, "--text": text,
+        "--label": label, "--group": group, "--max-length": max_length,
+        "--normalised": normalised or None, "--seed": seed,
+    }  # fmt: skip
     for name, value in extra.items():
         if run_dir is not None and value is not None:
             raise UsageError(f"{name}: goes with --releases; a run's folder has its own")
-    if seed < 0:
+    if seed is not None and seed < 0:
         raise UsageError(f"--seed must be 0 or more, not {seed}")
     chosen = _numbers(attacks)
     out = out if run_dir is not None and out.resolve() == run_dir.resolve() else check_out(out)
@@ -137,8 +145,9 @@ def run(
             if releases is None or encoder is None or pool is None:
                 raise UsageError("--releases needs --encoder and --pool")
             source = Elsewhere(
-                releases, encoder, pool, rows, claim, columns=Columns(text, label, group),
-                max_length=max_length, normalised=normalised, seed=seed,
+                releases, encoder, pool, rows, claim,
+                columns=Columns("text" if text is None else text, label, group),
+                max_length=64 if max_length is None else max_length, normalised=normalised, seed=seed or 0,
             )  # fmt: skip
             result = audit_elsewhere(source, out, to, show_text, chosen)
     files = audit_files(run_dir, out)
@@ -147,13 +156,8 @@ def run(
     if as_json:
         sys.stdout.write(result.to_json() + "\n")
     else:
-        if result.findings:
-            OUT.print(attack_table([(result.method, result)]))
-        for question, answer in answers(result):
-            OUT.print(f"{question}: {answer.text}", highlight=False)
-        untouched = [] if result.findings else not_attacked([(result.method, result)])
-        for sentence in (*untouched, result.warning):
-            OUT.print(sentence, highlight=False)
+        for part in for_terminal(result):
+            OUT.print(part, highlight=False, markup=False)
         OUT.print(str(out / files[1]), highlight=False, soft_wrap=True, markup=False)
     if any(finding.verdict == "violates_claim" for finding in result.findings):
         ERR.print("securefl-audit: a finding lies above the cap of its claim", highlight=False)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +22,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from attacks.findings import Overlap
+from attacks.mechanism import CLIPS, MULTIPLIERS
 from attacks.overlap import disjoint
 from attacks.runs import Recorded, Texts, pooled_vectors
 from attacks.vector_files import VectorFile, read_vectors
-from securefl._tables import read_table, read_texts
+from securefl._tables import _COLUMN, read_table, read_texts
 from securefl.centroid_privacy import centroid_mu
 from securefl.errors import DataError, ProtocolError, UsageError
 from securefl.files import read_limited
@@ -46,8 +49,13 @@ from securefl.result import ReleaseRow
 SILO: Final = "elsewhere"
 MAX_LENGTH: Final = 8192
 _MAX_CLAIM = 64 * 2**10
+_FINGERPRINT = re.compile(r"[0-9a-f]{12,64}")
 # Of what an exact mean may be off, over its largest number: float16 on the way is within.
 _EPSILON_SLACK = 0.01
+_MAX_EPSILON = 1e6
+_MAX_DIGITS = 18  # of the number of a vector
+# What a sentence about a column calls the configuration's fields, and what they are called here.
+_FIELDS, _OPTIONS = " (data.text, data.label, data.unit, data.split);", " (--text, --label, --group);"
 
 
 class ClaimFile(BaseModel):
@@ -60,11 +68,11 @@ class ClaimFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     mechanism: str
-    clip: float = Field(gt=0)
-    noise_multiplier: float = Field(gt=0)
-    count_multiplier: float = Field(gt=0)
+    clip: float = Field(ge=CLIPS[0], le=CLIPS[1])
+    noise_multiplier: float = Field(ge=MULTIPLIERS[0], le=MULTIPLIERS[1])
+    count_multiplier: float = Field(ge=MULTIPLIERS[0], le=MULTIPLIERS[1])
     delta: float = Field(gt=0, lt=1)
-    epsilon: float | None = Field(None, gt=0)
+    epsilon: float | None = Field(None, gt=0, le=_MAX_EPSILON)
     adjacency: Adjacency = "add-remove"
     unit: Unit = ROW
 
@@ -75,7 +83,7 @@ def read_claim(path: Path) -> GaussianSums:
     try:
         document = parse_json(read_limited(path, _MAX_CLAIM))
     except ValueError:
-        raise UsageError(f"{path}: is not JSON") from None
+        raise UsageError(f"{path}: is not JSON, names a field twice or has a number beyond all") from None
     if not isinstance(document, dict) or document.get("mechanism") != "gaussian-sums":
         raise UsageError(
             f'{path}: mechanism: must be "gaussian-sums", the noise that the audit knows; an epsilon without '
@@ -85,10 +93,15 @@ def read_claim(path: Path) -> GaussianSums:
         stated = ClaimFile.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        names = [str(part) for part in first["loc"]]
+        where = ".".join(names) if all(map(_COLUMN.fullmatch, names)) else "a field (its name is not shown)"
         raise UsageError(f"{path}: {where}: {first['msg'].lower()}") from None
     mu = centroid_mu(stated.noise_multiplier, stated.count_multiplier, math.inf, stated.adjacency)
     epsilon = gaussian_epsilon(mu, stated.delta)
+    if not epsilon > 0:
+        raise UsageError(
+            f"{path}: delta: at {stated.delta:g} this noise gives an epsilon of 0; state a smaller one"
+        )
     if stated.epsilon is not None and stated.epsilon < epsilon * (1 - _EPSILON_SLACK):
         raise UsageError(
             f"{path}: epsilon: {stated.epsilon:g} is claimed, but this noise gives {epsilon:.3g}; "
@@ -146,13 +159,18 @@ class Elsewhere:
         self.path, self._encoder, self._seed = vectors, encoder, seed
         self._normalised, self._max_length = normalised, max_length
         columns = Columns() if columns is None else columns
+        for option, column in (("--label", columns.label), ("--group", columns.group)):
+            if column == columns.text:
+                raise UsageError(f"--text and {option} name the same column; they must differ")
         self._file = read_vectors(vectors)
         self._claim: Claim = NonPrivate(reason="no claim was given") if claim is None else read_claim(claim)
         fingerprint = base_fingerprint(encoder)
         if self._file.encoder is not None and self._file.encoder != fingerprint:
+            stated = self._file.encoder
+            named = stated[:12] if _FINGERPRINT.fullmatch(stated) else "no fingerprint"
             raise ProtocolError(
                 f"{vectors}: was made with another encoder than {encoder} (it names "
-                f"{self._file.encoder[:12]}, this one is {fingerprint[:12]}); attacked with the wrong one it "
+                f"{named}, this one is {fingerprint[:12]}); attacked with the wrong one it "
                 "would seem safe"
             )
         self._fingerprint = fingerprint
@@ -161,8 +179,8 @@ class Elsewhere:
         self._sizes = _sizes(self._file, self._groups)
         files = [path for path in (vectors, pool, rows, claim) if path is not None]
         terms = [columns.text, columns.label, columns.group, max_length, normalised, seed]
-        named = canonical_json([terms, fingerprint, [_sha256(path) for path in files]])
-        self.digest = hashlib.sha256(named).hexdigest()
+        content = canonical_json([terms, fingerprint, [_sha256(path) for path in files]])
+        self.digest = hashlib.sha256(content).hexdigest()
 
     @property
     def name(self) -> str:
@@ -201,6 +219,11 @@ class Elsewhere:
     @property
     def overlap(self) -> Overlap:
         return self._overlap
+
+    @property
+    def sizes_known(self) -> bool:
+        """Whether the file, or the rows, say how many texts are behind each vector."""
+        return self._file.sizes is not None or self._rows is not None
 
     @property
     def truth(self) -> bool:
@@ -247,6 +270,15 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextmanager
+def _options() -> Iterator[None]:
+    """A sentence about a missing column names the options of the command: there is no configuration here."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace(_FIELDS, _OPTIONS)) from None
+
+
 def _read_rows(path: Path | None, columns: Columns, count: int) -> tuple[Texts | None, list[list[int]]]:
     if path is None:
         return None, []
@@ -258,10 +290,11 @@ def _read_rows(path: Path | None, columns: Columns, count: int) -> tuple[Texts |
                 "a row is behind (--group)"
             )
         return texts, [[row] for row in range(count)]
-    table = read_table(path, columns.text, columns.label or columns.group, columns.group)
+    with _options():
+        table = read_table(path, columns.text, columns.label or columns.group, columns.group)
     groups: list[list[int]] = [[] for _ in range(count)]
     for row, (value, place) in enumerate(zip(table.groups, table.places, strict=True)):
-        if not value.isascii() or not value.isdigit() or int(value) >= count:
+        if not value.isascii() or not value.isdigit() or len(value) > _MAX_DIGITS or int(value) >= count:
             raise DataError(
                 f'{path}: {place}: column "{columns.group}" must be the number of a vector, 0 to {count - 1}'
             )
@@ -275,10 +308,12 @@ def _read_rows(path: Path | None, columns: Columns, count: int) -> tuple[Texts |
 
 def _read_texts(path: Path, columns: Columns) -> Texts:
     if columns.label is None:
-        texts = read_texts(path, columns.text)
+        with _options():
+            texts = read_texts(path, columns.text)
         ids = tuple(f"{path.stem}:{number}" for number in range(1, len(texts) + 1))
         return Texts(ids, tuple(texts), ("",) * len(texts))
-    table = read_table(path, columns.text, columns.label)
+    with _options():
+        table = read_table(path, columns.text, columns.label)
     return Texts(tuple(table.ids), tuple(table.texts), tuple(table.labels))
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attacks.adversary import NotEnough
+from attacks.elsewhere import SILO
 from attacks.findings import Overlap
 from attacks.runs import CENTROIDS, Recorded, Run, Texts
 from securefl.centroid_privacy import clip_rows
@@ -243,7 +244,7 @@ def check_truth(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.fl
         if len(group) != size:
             raise ProtocolError(
                 f"{scene.recorded.path}: centroid {index} states {size:g} rows, "
-                f"the truth names {len(group)} for it"
+                f"the truth names {len(group)} for it{_hint(scene, '--group')}"
             )
         if mask is None:
             mean = vectors[group].mean(0)
@@ -254,7 +255,13 @@ def check_truth(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.fl
             raise ProtocolError(
                 f"{scene.recorded.path}: centroid {index} is not the mean of the rows that the truth names "
                 "for it under this encoder, so a score would mean nothing"
+                f"{_hint(scene, '--normalised, --max-length, --group')}"
             )
+
+
+def _hint(scene: Scene, options: str) -> str:
+    """What a run's folder knows by itself, and who brings vectors from elsewhere has to say."""
+    return f"; check {options}" if scene.evidence.source.method == SILO else ""
 
 
 def _check_noised(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.floating] | None) -> None:

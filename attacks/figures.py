@@ -6,12 +6,14 @@ it can be kept on disk between two runs of an audit. Numbers only: no files, no 
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter
+from scipy.stats import chi2
 
 from attacks.adversary import Adversary
 from attacks.bounds import ALPHA, auc, auc_interval, lower_bound, ratio_interval, tpr_at, tpr_cap, upper_bound
@@ -25,6 +27,7 @@ MIN_TRIALS = 8
 NO_CLAIM = "no differential privacy is claimed, so nothing is bounded"
 UNBOUNDED = "(epsilon, delta) does not bound this figure"
 _CURVE = 64
+_MOST_RATIO = 1e6  # of noise that is not there
 
 Floats = Annotated[
     NDArray[np.float64],
@@ -124,7 +127,29 @@ class Proportion:
         return low, high
 
 
-Measure = Auc | RateAt | Ratio | Proportion
+@dataclass(frozen=True)
+class NoiseRatio:
+    """Claimed over found standard deviation of Gaussian noise: 1 as claimed, more where there is less of it.
+
+    squares: sum over `trials` numbers of the noise found, each over the claimed deviation, squared.
+    """
+
+    squares: float
+    trials: int
+    kind: Literal["noise"] = "noise"
+
+    @property
+    def value(self) -> float:
+        return min(_MOST_RATIO, math.sqrt(self.trials / max(self.squares, 1e-300)))
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """Exact, by the chi-square law of the sample variance."""
+        ends = (chi2.ppf(alpha / 2, self.trials), chi2.ppf(1 - alpha / 2, self.trials))
+        low, high = (min(_MOST_RATIO, math.sqrt(float(end) / max(self.squares, 1e-300))) for end in ends)
+        return low, high
+
+
+Measure = Auc | RateAt | Ratio | Proportion | NoiseRatio
 
 
 @dataclass(frozen=True)

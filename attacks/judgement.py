@@ -14,11 +14,9 @@ from attacks.figures import Figure
 from attacks.findings import Audit, AuditedRelease, Bound, NotRun, Overlap, Question, Verdict, Verdicts
 from attacks.kept import Kept
 from attacks.runs import Recorded, Run
-from securefl.release import GaussianSums
 from securefl.report.claims import unbounded_weights
 from securefl.result import versions
 
-_NOISED = GaussianSums.model_fields["mechanism"].default
 LIBRARIES = ("securefl", "torch", "transformers", "scikit-learn", "scipy", "numpy")
 _SEVERITY: tuple[Verdict, ...] = ("none_shown", "leaks", "violates_claim")
 
@@ -64,19 +62,13 @@ class Book:
 
 
 def attacks_left(evidence: Evidence, book: Book) -> None:
-    """Why nothing was attacked, and why the mechanism itself was not."""
+    """Why nothing was attacked."""
     if not evidence.source.releases:
         why = "no release was recorded in the run's folder"
         if evidence.source.method == "standalone":
             why = "nothing left the silos, so there is nothing to attack"
         book.not_run.append(NotRun(attack="all", why=why))
         return
-    if evidence.targets:
-        noised = any(one.row.claim.get("mechanism") == _NOISED for one in evidence.source.releases)
-        why = "no centroid was released with noise, so there is no mechanism to audit"
-        if noised:
-            why = "it needs releases of its own: `securefl-audit mechanism` audits the noise on the sums"
-        book.not_run.append(NotRun(attack="mechanism audit (3)", why=why))
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:

@@ -37,10 +37,15 @@ class Part(BaseModel):
 
 
 class Kept:
-    """Parts of an audit on disk, below the folder `out`. subject: hash of all that is audited."""
+    """Parts of an audit on disk, below the folder `out`. subject: hash of all that is audited.
+
+    Raises UsageError where something else than a folder stands in its place: a link would lead elsewhere.
+    """
 
     def __init__(self, out: Path, subject: str) -> None:
         self._folder, self._subject = out / FOLDER, subject
+        if self._folder.is_symlink() or (self._folder.exists() and not self._folder.is_dir()):
+            raise UsageError(f"{self._folder}: is a link or a file and not the audit's own folder; remove it")
         self._code = _code()
 
     def load(self, name: str) -> tuple[list[Figure], list[Bound], list[NotRun]] | None:

@@ -8,6 +8,7 @@ is not printed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,7 @@ CENTROIDS = (PayloadKind.CENTROIDS.value, PayloadKind.EMBEDDING_CENTROIDS.value)
 # A result with thousands of rounds is a few megabytes; a silo's rows may be many.
 _MAX_JSON = 64 * 2**20
 _MAX_ROWS = 1024 * 2**20
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 
 
 @dataclass(frozen=True, repr=False)
@@ -313,7 +315,7 @@ def _read_json(path: Path) -> Any:
 def _read_rows(path: Path) -> Texts:
     """A JSON Lines file of id, text and label. Raises UsageError or DataError naming the line."""
     try:
-        # Texts may hold line separators other than the newline, and lone surrogates.
+        # Texts may hold line separators other than the newline. Lone surrogates are refused with their line.
         lines = read_limited(path, _MAX_ROWS).decode("utf-8", "surrogatepass").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 (byte {error.start})") from error
@@ -328,6 +330,9 @@ def _read_rows(path: Path) -> Texts:
             raise DataError(f"{path}: line {number} is not a row with id, text and label") from error
         if not all(isinstance(field, str) for field in fields):
             raise DataError(f"{path}: line {number}: id, text and label must be strings")
+        # No federation takes such a text, and no tokenizer.
+        if any(map(_HALF.search, fields)):
+            raise DataError(f"{path}: line {number}: holds half a surrogate pair; it is not what a run wrote")
         rows.append(fields)
     ids = [row[0] for row in rows]
     if len(set(ids)) != len(ids):

@@ -1,12 +1,17 @@
 """One file of vectors from elsewhere -> arrays: `.npy`, `.safetensors`, Parquet or CSV, every number checked.
 
 What a file states beside its vectors (how many rows each is the mean of, the encoder that made it) is read
-too. No pickle; sizes are checked before anything is allocated. Errors name file, row or column.
+too. No pickle; sizes are checked before anything is allocated. Errors name file, row or column and repeat
+nothing else: what a library says of a file may quote its rows, and where a header is missing they are it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +23,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from securefl._tables import _COLUMN
 from securefl.errors import DataError, ProtocolError, UsageError
 
 SUFFIXES = (".npy", ".safetensors", ".parquet", ".csv")
 MAX_BYTES = 2 * 2**30
+# No encoder gives larger numbers; their squares still fit float32, and sums of these as well.
+MAX_NUMBER = 1e15
+# A count that was noised may be less than 1; float32 still holds this one.
+MIN_SIZE = 1e-6
 _NAMES = ("centroids", "embeddings", "vectors")
 _SIZES, _ENCODER = ("sizes", "size"), "encoder"
 
@@ -51,12 +61,11 @@ def read_vectors(path: Path) -> VectorFile:
     try:
         vectors, sizes, encoder = readers[suffix](path)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
+        reason = os.strerror(error.errno) if error.errno else "its content is broken"
+        raise UsageError(f"{path}: cannot be read ({reason})") from None
     vectors = _checked(path, vectors)
     if sizes is not None:
-        if sizes.shape != (len(vectors),) or not np.isfinite(sizes).all() or not (sizes > 0).all():
-            raise DataError(f"{path}: sizes: must be one positive number for each of {len(vectors)} vectors")
-        sizes = sizes.astype(np.float64)
+        sizes = _checked_sizes(path, sizes, len(vectors))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return VectorFile(vectors, sizes, encoder, digest)
@@ -67,91 +76,175 @@ def _checked(path: Path, vectors: NDArray[Any]) -> NDArray[np.float64]:
         shape = " x ".join(map(str, vectors.shape)) or "a single number"
         raise DataError(f"{path}: holds {shape}; vectors are a table of one row each")
     if vectors.dtype.kind not in "fiu":
-        raise DataError(f"{path}: holds {vectors.dtype} and not numbers")
-    rows = np.asarray(vectors, np.float64)
+        raise DataError(f"{path}: holds {vectors.dtype.name} and not numbers")
+    if vectors.size * 8 > MAX_BYTES:  # as float64, whatever it takes in the file
+        raise UsageError(f"{path}: holds more than {MAX_BYTES // 8:,} numbers; audit a part of it")
+    with np.errstate(over="ignore"):  # of a wider float: infinity, which is refused below
+        rows = np.asarray(vectors, np.float64)
     bad = np.flatnonzero(~np.isfinite(rows).all(1))
     if len(bad):
         raise DataError(f"{path}: row {bad[0] + 1} holds NaN or infinity, so the audit would mean nothing")
+    bad = np.flatnonzero(np.maximum(rows.max(1), -rows.min(1)) > MAX_NUMBER)
+    if len(bad):
+        raise DataError(
+            f"{path}: row {bad[0] + 1} holds a number beyond {MAX_NUMBER:g}, which no encoder gives"
+        )
     return rows
+
+
+def _checked_sizes(path: Path, sizes: NDArray[Any], count: int) -> NDArray[np.float64]:
+    if sizes.shape != (count,) or sizes.dtype.kind not in "fiu":
+        raise DataError(f"{path}: sizes: must be one positive number for each of {count} vectors")
+    found = sizes.astype(np.float64)
+    bad = np.flatnonzero(~((found >= MIN_SIZE) & (found <= MAX_NUMBER)))  # refuses NaN too
+    if len(bad):
+        raise DataError(
+            f"{path}: sizes: must be one positive number for each of {count} vectors, "
+            f"from {MIN_SIZE:g} to {MAX_NUMBER:g}; that of row {bad[0] + 1} is not"
+        )
+    return found
 
 
 _Read = tuple[NDArray[Any], NDArray[Any] | None, str | None]
 
 
 def _npy(path: Path) -> _Read:
-    try:
-        # The header is read and its size held against the file's before the array is mapped.
-        return np.load(path, mmap_mode="r", allow_pickle=False), None, None
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{path}: is no .npy file of numbers ({str(error).splitlines()[0]})") from None
+    found: NDArray[Any] | None = None
+    # A header is Python source: what its parser may raise, or warn of, is no fixed list.
+    with warnings.catch_warnings(), np.errstate(over="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            # The header is read and its size held against the file's before the array is mapped.
+            found = np.lib.format.open_memmap(path, mode="r")
+        except OSError:
+            raise
+        except Exception:
+            found = None
+    if found is None:
+        raise DataError(f"{path}: is no .npy file of numbers, or is cut short")
+    return found, None, None
 
 
 def _safetensors(path: Path) -> _Read:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = list(file.keys())
-            metadata = file.metadata() or {}
-            found = [name for name in _NAMES if name in names] or (names if len(names) == 1 else [])
-            if not found:
-                raise DataError(f"{path}: has no tensor named {', '.join(_NAMES)}")
+    fault = "is no safetensors file, or is cut short"
+    with suppress(SafetensorError), safe_open(path, framework="numpy") as file:
+        names = list(file.keys())
+        encoder = (file.metadata() or {}).get(_ENCODER)
+        found = [name for name in _NAMES if name in names] or (names if len(names) == 1 else [])
+        if not found:
+            raise DataError(f"{path}: has no tensor named {', '.join(_NAMES)}")
+        with suppress(TypeError, AttributeError):  # of a type that numpy lacks: bfloat16, float8
             sizes = next((file.get_tensor(name) for name in _SIZES if name in names), None)
-            return file.get_tensor(found[0]), sizes, metadata.get(_ENCODER)
-    except (SafetensorError, TypeError) as error:
-        raise DataError(f"{path}: is no safetensors file ({str(error).splitlines()[0][:120]})") from None
+            return file.get_tensor(found[0]), sizes, encoder
+        fault = "holds numbers of a type that cannot be read here; convert them to float32"
+    raise DataError(f"{path}: {fault}")
 
 
 def _parquet(path: Path) -> _Read:
+    table: pa.Table | None = None
     try:
-        return _table(path, pq.read_table(path))
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: is no Parquet file ({str(error).splitlines()[0][:120]})") from None
+        with pq.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            if sum(group.total_byte_size for group in groups) > MAX_BYTES:  # before it is unpacked
+                raise UsageError(f"{path}: unpacks to more than {MAX_BYTES >> 30} GiB; audit a part of it")
+            table = file.read()
+    except OSError as error:
+        if error.errno:  # without: the content, and not the system
+            raise
+    except (pa.ArrowException, ValueError, KeyError):
+        table = None
+    if table is None:
+        raise DataError(f"{path}: is no Parquet file, or one that cannot be read; write it again")
+    return _table(path, table)
 
 
 def _csv(path: Path) -> _Read:
-    try:
-        return _table(path, pyarrow.csv.read_csv(path))
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: is no CSV file ({str(error).splitlines()[0][:120]})") from None
+    table: pa.Table | None = None
+    with suppress(pa.ArrowException, ValueError):
+        table = pyarrow.csv.read_csv(path)
+    if table is None:
+        raise DataError(
+            f"{path}: is no CSV file with as many fields in every line as in its header; write it again"
+        )
+    names = _names(path, table)
+    if _counts(names) or not all(map(_number, names)):
+        return _table(path, table)
+    raise DataError(f"{path}: has no header line, so its first vector would be lost; add one")
+
+
+def _number(cell: str) -> bool:
+    with suppress(ValueError):
+        float(cell or "0")
+        return True
+    return False
+
+
+def _counts(names: Sequence[str]) -> bool:
+    """Whether columns are numbered, as pandas does it where they have no names."""
+    return any(list(names) == [str(n) for n in range(first, first + len(names))] for first in (0, 1))
+
+
+def _names(path: Path, table: pa.Table) -> list[str]:
+    with suppress(UnicodeDecodeError):
+        return list(table.column_names)
+    raise DataError(f"{path}: the names of its columns are not UTF-8; convert it")
+
+
+def _as_shown(names: Sequence[str]) -> list[str]:
+    """The columns as a message may name them: by number where one is hardly a name, for they may be a row."""
+    if all(_COLUMN.fullmatch(name) for name in names):
+        return [f'column "{name}"' for name in names]
+    return [f"column {number}" for number in range(1, len(names) + 1)]
 
 
 def _table(path: Path, table: pa.Table) -> _Read:
     """One column of lists, or a column for each number; `size` and `encoder` stand apart."""
     sizes, encoder = None, None
     columns: list[NDArray[Any]] = []
-    for name, column in zip(table.column_names, table.columns, strict=True):
+    names = _names(path, table)
+    for name, shown, column in zip(names, _as_shown(names), table.columns, strict=True):
+        place, kind = f"{path}: {shown}", column.type
         if column.null_count:
-            raise DataError(f'{path}: column "{name}" has empty cells; fill them or remove the rows')
-        kind = column.type
+            raise DataError(f"{place} has empty cells; fill them or remove the rows")
         if name == _ENCODER:
-            stated = sorted(set(map(str, column.to_pylist())))
-            if len(stated) > 1:
-                raise ProtocolError(
-                    f"{path}: mixes vectors of {len(stated)} encoders; audit those of each by themselves"
-                )
-            encoder = stated[0] if stated else None
+            encoder = _one_encoder(path, place, column)
         elif name in _SIZES:
             sizes = np.asarray(column.to_pylist(), np.float64) if _numeric(kind) else np.zeros(0)
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            columns.append(_lists(path, name, column))
+            columns.append(_lists(place, column))
         elif _numeric(kind):
             columns.append(np.asarray(column.to_numpy(), np.float64)[:, None])
         else:
-            raise DataError(f'{path}: column "{name}" holds {kind} and not numbers; remove it')
+            # A type may have fields, whose names are the file's.
+            what = str(kind) if _COLUMN.fullmatch(str(kind)) else "values of another type"
+            raise DataError(f"{place} holds {what} and not numbers; remove it")
     if not columns:
         raise DataError(f"{path}: has no column of numbers")
     return np.concatenate(columns, axis=1), sizes, encoder
+
+
+def _one_encoder(path: Path, place: str, column: pa.ChunkedArray) -> str | None:
+    stated: set[str] | None = None
+    with suppress(UnicodeDecodeError, ValueError, pa.ArrowException):
+        stated = set(map(str, column.to_pylist()))
+    if stated is None:
+        raise DataError(f"{place} holds values that cannot be read; convert it")
+    if len(stated) > 1:
+        raise ProtocolError(
+            f"{path}: mixes vectors of {len(stated)} encoders; audit those of each by themselves"
+        )
+    return next(iter(stated), None)
 
 
 def _numeric(kind: pa.DataType) -> bool:
     return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
 
-def _lists(path: Path, name: str, column: pa.ChunkedArray) -> NDArray[np.float64]:
+def _lists(place: str, column: pa.ChunkedArray) -> NDArray[np.float64]:
+    if not _numeric(column.type.value_type):
+        raise DataError(f"{place} has lists that are not of numbers")
     values = column.to_pylist()
     widths = {len(value) for value in values}
     if len(widths) != 1:
-        raise DataError(f'{path}: column "{name}" has lists of {len(widths)} lengths; vectors have one')
-    try:
-        return np.array(values, np.float64)
-    except (TypeError, ValueError):
-        raise DataError(f'{path}: column "{name}" has lists that are not of numbers') from None
+        raise DataError(f"{place} has lists of {len(widths)} lengths; vectors have one")
+    return np.array(values, np.float64)  # an empty entry becomes NaN, which is refused with its row

@@ -45,7 +45,7 @@ _USERS_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, err
 # Where the shell has closed a stream (>&-), Python has None in its place.
 OUT = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 110)
 ERR = Console(stderr=True)
-_INTERRUPTION = "interrupted; a simulation continues with --resume where it stopped"
+_GOES_ON = {"securefl-audit": "an audit goes on where it was when it is started again"}  # of a program
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
@@ -97,6 +97,11 @@ def run_app(application: typer.Typer, program: str, arguments: list[str] | None 
     return code
 
 
+def _interrupted(program: str) -> int:
+    goes_on = _GOES_ON.get(program, "a simulation continues with --resume where it stopped")
+    return _failed(program, f"interrupted; {goes_on}", 1)
+
+
 def _run(application: typer.Typer, program: str, arguments: list[str]) -> int:
     if any("\0" in argument for argument in arguments):  # no shell can, but an embedding program
         return _failed(program, "an argument holds a NUL character, which no name or path may have", 2)
@@ -105,12 +110,12 @@ def _run(application: typer.Typer, program: str, arguments: list[str]) -> int:
         return 0
     except SystemExit as ended:  # how the library reports its own ends, usage errors among them
         if ended.code == _INTERRUPTED:
-            return _failed(program, _INTERRUPTION, 1)
+            return _interrupted(program)
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except SecureflError as error:
         return _failed(program, str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _failed(program, _INTERRUPTION, 1)
+        return _interrupted(program)
     except BrokenPipeError:
         return 1
     except OSError as error:

@@ -23,7 +23,7 @@ from securefl.workbench import TrainingMemo, Workbench
 
 AUDIT_UNITS = 12.0
 # The quick ones of the attacks; `securefl-audit run` puts the others to a finished run.
-DEMO_ATTACKS = frozenset({1, 2, 4, 6, 7, 8})
+DEMO_ATTACKS = frozenset({1, 2, 3, 4, 6, 7, 8})
 ALPHA = 0.3
 REFERENCE = "fedavg"  # the run that later ones are compared with, besides each silo alone
 PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "min_size": 4}

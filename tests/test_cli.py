@@ -617,6 +617,24 @@ def test_a_full_disk_behind_the_output_is_one_sentence(toml: Toml) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("program", "says"), [("securefl", "--resume"), ("securefl-audit", "when it is started again")]
+)
+def test_ctrl_c_says_how_this_program_goes_on(
+    capsys: pytest.CaptureFixture[str], program: str, says: str
+) -> None:
+    application = new_app(program, "Wait.")
+
+    @application.command()
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    assert run_app(application, program, ["wait"]) == 1
+    error = capsys.readouterr().err
+    assert says in error
+    assert ("--resume" in error) is (program == "securefl")
+
+
 def test_ctrl_c_says_how_to_go_on(toml: Toml, tmp_path: Path) -> None:
     path = toml(rounds=1000)
     run = subprocess.Popen(

@@ -12,6 +12,7 @@ from attacks.bench import (
     inversion,
     membership,
     models,
+    noise,
     pool,
     probes,
     rounds,
@@ -23,6 +24,7 @@ from attacks.bench import (
 SUITE: tuple[Attack, ...] = (
     membership.ATTACK,
     tokens.ATTACK,
+    noise.ATTACK,
     canaries.ATTACK,
     probes.BAG_ATTACK,
     rounds.ATTACK,

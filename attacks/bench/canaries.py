@@ -28,7 +28,7 @@ from securefl.data import Rows
 from securefl.errors import ProtocolError, UsageError
 from securefl.local import CentroidJob, release_centroids
 from securefl.privacy import noise_source
-from securefl.release import GaussianSums, PayloadKind
+from securefl.release import ROW, GaussianSums, PayloadKind
 
 NAME = "one-run audit with canaries"
 TEXTS = 384
@@ -76,7 +76,9 @@ def _audit(scene: Scene) -> OneRunAudit:
         return scene.pooled(Texts(tuple(texts), tuple(texts), ("",) * len(texts)))
 
     delta = claim.delta if isinstance(claim, GaussianSums) else _DELTA
-    return audit_texts(pipeline, embed, canaries, known, delta, rng=rng)
+    by_unit = isinstance(claim, GaussianSums) and claim.unit != ROW
+    units = tuple(map(str, range(len(known)))) if by_unit else ()
+    return audit_texts(pipeline, embed, canaries, known, delta, rng=rng, units=units)
 
 
 def _released(scene: Scene, known: tuple[str, ...], included: tuple[str, ...]) -> Target:
@@ -96,7 +98,9 @@ def _released(scene: Scene, known: tuple[str, ...], included: tuple[str, ...]) -
         config.data.unit_name,
         config.privacy.adjacency,
     )
-    rows = Rows(tuple(map(str, range(len(texts)))), texts, np.zeros(len(texts), np.int64))
+    ids = tuple(map(str, range(len(texts))))
+    units = ids if config.data.unit is not None else ()
+    rows = Rows(ids, texts, np.zeros(len(texts), np.int64), units)
     release, _ = release_centroids(scene.slm, rows, job, {})
     if type(release.claim) is not type(scene.release.claim):
         raise ProtocolError(

@@ -6,6 +6,7 @@ The pool is what an outsider might hold: the silo's rows among the control rows,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from attacks import membership, pool_search
 from attacks.adversary import POOL, NotEnough
 from attacks.attack import Attack, Progress, each_scene, lacks
 from attacks.bench.membership import as_seen
-from attacks.bounds import auc, auc_interval, mu_of_auc
+from attacks.bounds import auc, auc_interval, mu_of_auc, replace_one_mu
 from attacks.evidence import Evidence, Scene, check_truth
 from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Proportion, at
 from attacks.judgement import Book
@@ -21,6 +22,7 @@ from attacks.membership import Background, Target, Vectors, fit_background
 from attacks.pool_search import Ranking, Retrieval, decompose, rank, recall_cap, retrieve
 from attacks.runs import Recorded, Texts
 from securefl.errors import ProtocolError
+from securefl.privacy import gaussian_epsilon
 from securefl.release import GaussianSums, PayloadKind
 
 RANKING = "search of a text pool, ranking"
@@ -29,6 +31,8 @@ NAMED = "search of a text pool, vectors that name themselves"
 # Invented releases that show what the encoder alone tells, and rows shown to an auditor who asks.
 _DRAWS = 4
 _SHOWN = 20
+# Of vectors of which nobody says how many texts they are the mean of.
+_MOST_ROWS = 12
 # Of means of texts the figure is about 1; of another encoder's vectors some tens.
 _FAR = 4.0
 
@@ -136,6 +140,10 @@ def _figure(
     pool = parts[0].pool
     cap, reason = recall_cap(scene.release.claim, Retrieval(hits, chosen, members, pool), beside)
     guess = sum(part.recall_baseline * part.members for part in parts) / members
+    claim = scene.release.claim
+    game = {}
+    if isinstance(claim, GaussianSums):
+        game["claim_epsilon_replace_one"] = gaussian_epsilon(replace_one_mu(claim), claim.delta)
     return Figure(
         attack=name,
         number=8,
@@ -156,6 +164,7 @@ def _figure(
             "precision": hits / chosen,
             "rows": float(np.mean(scene.release.tensors["sizes"])),
             "encoder_in_cap": beside > 0,
+            **game,
         },
         **at(scene.recorded, scene.release.claim),
     )
@@ -164,7 +173,8 @@ def _figure(
 def _blind(scene: Scene, book: Book) -> None:
     """Where nobody says which rows are behind the vectors: those that a sum of pool texts proves.
 
-    Nothing is scored, so nothing is claimed but what needs no truth: weights of 0 and 1 with nothing left.
+    Nothing is scored, so nothing is said but what needs no truth: weights of 0 and 1 with nothing left. That
+    no vector names itself says nothing of what could be read with more, and is no figure.
     """
     texts = tuple(dict.fromkeys(scene.auxiliary.texts))
     pool = scene.pooled(Texts(texts, texts, ("",) * len(texts)))
@@ -173,21 +183,35 @@ def _blind(scene: Scene, book: Book) -> None:
         raise NotEnough(
             "under noise no sum of texts proves itself; give the rows behind the vectors (--rows)"
         )
-    count = len(target.centroids)
+    count, width = target.centroids.shape
     if count < MIN_TRIALS:
         raise NotEnough(f"{count} vectors, {MIN_TRIALS} are needed")
-    if target.centroids.shape[1] != pool.shape[1]:
+    if width != pool.shape[1]:
         raise ProtocolError(
-            f"{scene.recorded.path}: its vectors have {target.centroids.shape[1]} numbers, and those of the "
-            f"encoder {pool.shape[1]}: it was made with another one"
+            f"{scene.recorded.path}: its vectors have {width} numbers, and those of the encoder "
+            f"{pool.shape[1]}: it was made with another one"
         )
-    background = fit_background(pool, target)
-    _check_encoder(scene, target, background)
-    everything = [range(len(pool))] * count
-    ranking = rank(pool, target, background, pool)
-    parts, certain, named = _together(pool, ranking, target, background, everything)
-    empty = membership.invent(target, background, scene.rng(802))
-    nothing = _together(pool, rank(pool, empty, background, pool), empty, background, everything)[1]
+    known = getattr(scene.evidence.source, "sizes_known", True)
+    named: dict[int, list[int]] = {}
+    invented = 0
+    for size in (0,) if known else range(1, _MOST_ROWS + 1):
+        # The sizes of the file, or one after the other where it has none.
+        aim = target if known else replace(target, sizes=np.full(count, float(size)))
+        background = fit_background(pool, aim)
+        _check_encoder(scene, aim, background)
+        for vector, rows in _certain(pool, aim, background).items():
+            named.setdefault(vector, rows)
+        empty = membership.invent(aim, background, scene.rng(802 + size))
+        invented += len(_certain(pool, empty, background))
+    if not named:
+        tried = (
+            "as many texts of the pool as it is the mean of" if known else f"1 to {_MOST_ROWS} of its texts"
+        )
+        raise NotEnough(
+            f"no vector is exactly the mean of {tried}: the pool does not hold its texts, or it was rounded, "
+            "or the encoder read other lengths; what could be read is not known without the rows (--rows)"
+        )
+    first = [row for rows in named.values() for row in rows]
     book.figures.append(
         Figure(
             attack=NAMED,
@@ -195,16 +219,30 @@ def _blind(scene: Scene, book: Book) -> None:
             adversary=POOL,
             target=f"{count} vectors, in a pool of {len(pool):,} texts",
             metric="vectors_named",
-            measure=Proportion(certain, count),
+            measure=Proportion(len(named), count),
             baseline=0.0,
             cap_reason=NO_CLAIM,
             bears_on=("singling_out", "linkability"),
-            control=nothing / count,
-            texts=tuple(texts[row] for row in named[:_SHOWN]) if certain else (),
-            details={"pool": len(pool), "searched": len(parts), "rows": float(target.sizes.mean())},
+            control=invented / count,
+            texts=tuple(texts[row] for row in first[:_SHOWN]),
+            details={"pool": len(pool), "rows": float(np.mean([len(rows) for rows in named.values()]))},
             **at(scene.recorded, target.claim),
         )
     )
+
+
+def _certain(pool: Vectors, target: Target, background: Background) -> dict[int, list[int]]:
+    """The vectors that are sums of texts of the pool beyond doubt, with the texts."""
+    ranking = rank(pool, target, background, pool)
+    found = {}
+    for cell in range(len(target.centroids)):
+        try:
+            one = decompose(pool, ranking, target, background, cell)
+        except NotEnough:
+            continue
+        if one.certain:
+            found[cell] = one.indices.tolist()
+    return found
 
 
 def _check_encoder(scene: Scene, target: Target, background: Background) -> None:

@@ -37,7 +37,8 @@ class Recipe:
     """layer: "pooled" or "embeddings". noise: None for exact means. random_groups: no k-means.
 
     per_unit: rows of one unit of privacy, in turn. rounds: in which centroids are shared, from the second on.
-    info: overrides of the release's public facts. fault "no noise": the claim of a mechanism, and exact sums.
+    info: overrides of the release's public facts. fault "no noise" or "half the noise": the claim of a
+    mechanism, and exact sums or half the noise.
     spoil: what a silo does to a release before it leaves, unknown to its ledger's kind and claim.
     """
 
@@ -76,6 +77,16 @@ class _NoDraw:
 
     def normal(self, _mean: float, _deviation: float, shape: Any) -> Any:
         return np.zeros(shape)
+
+
+class _HalfDraw:
+    """A generator of half the noise that is asked for."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+
+    def normal(self, mean: float, deviation: float, shape: Any) -> Any:
+        return self._rng.normal(mean, deviation / 2, shape)
 
 
 def silence() -> Noise:
@@ -125,6 +136,8 @@ def _release(slm: Slm, rows: Rows, recipe: Recipe, number: int, seed: int) -> tu
         units = () if unit == ROW else tuple(f"p{i // recipe.per_unit}" for i in range(len(rows)))
         local = LocalResult({"vectors": vectors, "predictions": predictions}, len(rows))
         source = silence() if recipe.fault == "no noise" else noise_source(seed)
+        if recipe.fault == "half the noise":
+            source = Noise(cast(Any, _HalfDraw), "planted fault", True)
         release, kept = release_noisy_sums(local, assignment, recipe.clusters, mechanism, source, info, units)
         return release, [[rows.ids[i] for i in np.flatnonzero(assignment == s)] for s in kept]
     if recipe.random_groups:

@@ -147,8 +147,6 @@ def test_a_claim_by_unit_or_replace_one_is_compared_in_the_attacks_game(
         else:
             assert game > f.claim_epsilon
             assert claimed_words([f]) == f"claimed {f.claim_epsilon:.2f}, which is {game:.2f} here"
-    why = {entry.attack: entry.why for entry in found.not_run}
-    assert "securefl-audit mechanism" in why["mechanism audit (3)"]
     text = printed([("run", found)])
     assert f"for {'one row, exchanged' if per_unit == 1 else 'one patient (patient_id) with all'}" in text
 
@@ -340,6 +338,10 @@ def _clusters(clusters: object) -> str:
     return json.dumps({"release": "r002-share-centroids.safetensors", "clusters": clusters})
 
 
+HALF = '{"id": "a", "text": "b", "label": "c"}\n{"id": "d", "text": "\\ud83d", "label": "c"}\n'
+RAW_HALF = '{"id": "a", "text": "\ud83d", "label": "c"}\n'.encode("utf-8", "surrogatepass")
+
+
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
@@ -347,6 +349,8 @@ def _clusters(clusters: object) -> str:
         (lambda run: (run / "truth" / "pool.jsonl").unlink(), "pool.jsonl"),
         (lambda run: (run / "truth" / "pool.jsonl").write_text("no\n"), "line 1"),
         (lambda run: (run / "truth" / "pool.jsonl").write_text("[" * 200_000), "line 1"),
+        (lambda run: (run / "truth" / "pool.jsonl").write_text(HALF), "line 2: holds half a surrogate pair"),
+        (lambda run: (run / "truth" / "pool.jsonl").write_bytes(RAW_HALF), "line 1: holds half a surrogate"),
         (lambda run: (run / "truth" / "silo-1" / "rows.jsonl").write_text("\n"), "no rows"),
         (lambda run: (run / "truth" / "silo-1" / "rows.jsonl").write_text('{"id": 1}'), "line 1"),
         (lambda run: (run / "truth" / "silo-1" / "r002-share.json").unlink(), "which rows"),
@@ -405,6 +409,14 @@ def test_one_of_many_findings_does_not_leak_by_chance(pooled: Path) -> None:
     assert found.verdict == "leaks"
 
 
+@pytest.mark.parametrize("name", ["releases", "truth", "releases/silo-1/audit", "audit"])
+def test_an_audit_does_not_go_into_the_runs_folder(pooled: Path, name: str) -> None:
+    before = sorted(pooled.rglob("*"))
+    with pytest.raises(UsageError, match="lies in the run's folder"):
+        audit(pooled, pooled / name)
+    assert sorted(pooled.rglob("*")) == before
+
+
 def test_figures_survive_being_kept(pooled: Path, tmp_path: Path) -> None:
     """A second audit after a crash says what an undisturbed one says, and does only what was left."""
     whole, calls = audit(pooled), 0
@@ -442,6 +454,19 @@ def test_what_was_kept_of_another_run_or_was_cut_is_not_used(slm: Slm, pooled: P
     path = next((tmp_path / FOLDER).iterdir())
     path.write_bytes(path.read_bytes()[:-20])
     assert kept.load("1") is None
+
+
+def test_what_is_kept_does_not_go_through_a_link(pooled: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    out = tmp_path / "out"
+    out.mkdir()
+    for make in (lambda p: p.symlink_to(tmp_path / "elsewhere"), lambda p: p.symlink_to("none"), Path.touch):
+        make(out / FOLDER)
+        with pytest.raises(UsageError, match="is a link or a file"):
+            audit(pooled, out, attacks=frozenset({1}))
+        (out / FOLDER).unlink()
+    assert not any((tmp_path / "elsewhere").iterdir())
+    assert not any(out.iterdir())
 
 
 def _book(run_dir: Path) -> Book:

@@ -54,7 +54,13 @@ def test_texts_are_counted_and_never_shown() -> None:
     shown = make_finding(number=8, attack="search of a text pool, ranking", texts=texts)
     counted = make_finding(number=10, attack="embedding inversion", details={"texts_withheld": 5})
     note = audit_note(make_audit().model_copy(update={"findings": [shown, counted]}))
-    assert "7 texts read back, of 2 figures; none is shown here." in note
+    told = "At least 7 texts read back, of 2 figures (up to 20 a figure are kept); none is shown here"
+    assert f"{told}; they stand in report.html and audit.json" in note
+    assert f"{told}." in audit_note(
+        make_audit().model_copy(
+            update={"findings": [counted, counted.model_copy(update={"details": {"texts_withheld": 2}})]}
+        )
+    )
     assert not any(text in note for text in texts)
     assert "read back, of" not in audit_note(make_audit())
 

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from attacks.audit_figures import membership_pictures, noise_pictures, recall_rows
-from attacks.audit_opening import audit_summary, claim_against_shown, reasons
+from attacks.audit_opening import audit_summary, claim_against_shown, deed, headline, reasons
 from attacks.audit_plots import epsilon_picture, roc_pictures, subject_pictures
-from attacks.audit_report import attack_table, audit_sections, write_audit_report
-from attacks.audit_rows import family, most_telling, subjects, worst_first, worst_rows
+from attacks.audit_report import attack_table, audit_sections, for_terminal, write_audit_report
+from attacks.audit_rows import family, most_telling, subjects, worst_first, worst_of, worst_rows
 from attacks.audit_words import (
     ATTACKS,
     MEANINGS,
@@ -22,13 +22,16 @@ from attacks.audit_words import (
     answers,
     attack_number,
     claim_cell,
+    claim_in_game,
+    claimed_words,
     game_epsilon,
     metric_words,
     not_attacked,
     overlap_words,
+    row_verdict,
 )
 from attacks.bench import SUITE, decoder, gradient, inversion, zero_shot
-from attacks.findings import Account, Audit, Finding, NotRun, Overlap, Utility
+from attacks.findings import Account, Audit, Finding, NotRun, Overlap, Utility, Verdicts
 from securefl.report import page
 from securefl.report.render import write_comparison_report
 from tests.samples import make_audit, make_audits, make_finding, make_results, poisoned_audit
@@ -81,6 +84,8 @@ def test_the_worst_finding_is_chosen_by_verdict_then_lift() -> None:
     high = make_finding(value=0.9, verdict="none_shown")
     broken = make_finding(value=0.55, cap=0.52, verdict="violates_claim")
     assert sorted([high, mild, broken], key=worst_first) == [broken, mild, high]
+    (row,) = worst_rows([("run", make_audit().model_copy(update={"findings": [high, mild]}))])
+    assert (row.worst, row.leaking, row_verdict(row).text) == (high, 1, "leaks elsewhere")
     audit = make_audit().model_copy(update={"findings": [high, mild, broken]})
     (row,) = worst_rows([("run", audit)])
     assert row.worst == broken
@@ -101,7 +106,7 @@ def test_one_attack_scored_in_two_ways_is_told_once_with_what_its_claim_allows()
         make_finding(attack=f"membership, {how}", value=value, cap=0.842, cap_reason=None)
         for how, value in (("likelihood ratio", 0.71), ("dot product", 0.62))
     ]
-    text = audit_summary([("run", make_audit(noise=True).model_copy(update={"findings": both}))])
+    text = audit_summary([("run", make_audit().model_copy(update={"findings": both}))])
     assert text.count("told a silo's row") == 1
     assert "in 71% of pairs (guessing: 50%, at most by the claim: 84%)" in text
 
@@ -126,7 +131,7 @@ def test_the_answer_to_each_question_is_told_with_guessing_and_the_control() -> 
         "same attack on an invented release without the silo's rows: 51%)."
     )
     # The other attack that bears on it is told where one of them was already.
-    assert told[1][3].startswith("No attack beat guessing by more than chance explains where there are 3")
+    assert told[1][3].startswith("2 of 2 figures lie above guessing by their own 95 % interval, by no more ")
     assert "an outsider (attack 8) found 80% of a silo's texts in a pool" in told[1][3]
     assert told[2][3].startswith("Another silo (attack 13) gave the right answer in 75%")
     assert most_telling(found[0]) < most_telling(found[1]) < most_telling(found[2])
@@ -574,3 +579,156 @@ def test_accounts_utility_and_channels_stand_beside_the_findings(tmp_path: Path)
     text = check(tmp_path / "report.html").text
     for words in ("patient_id", "each silo adds its own noise", "1,234", "0.81", "How <b>many</b> rows"):
         assert words in text
+
+
+QUIET = Verdicts(singling_out="none_shown", linkability="none_shown", inference="none_shown")
+
+
+def elsewhere(**changes: Any) -> Audit:
+    """The audit of a file of vectors that no run made."""
+    made = make_audit()
+    one = made.releases[0].model_copy(
+        update={"silo": "elsewhere", "readable_by": [], "rows_per_centroid": [1.0, 1.0]}
+    )
+    found = make_finding(
+        silo="elsewhere", number=8, attack="search of a text pool, vectors that name themselves",
+        metric="vectors_named", value=0.25, baseline=0.0,
+    )  # fmt: skip
+    values = {"run": "vectors.npy", "method": "elsewhere", "releases": [one], "findings": [found], **changes}
+    return made.model_copy(update=values)
+
+
+def test_an_audit_of_a_file_says_what_is_known_of_it(tmp_path: Path) -> None:
+    write_audit_report(elsewhere(), tmp_path / "audit.html")
+    text = check(tmp_path / "audit.html").text
+    assert "Audit: vectors.npy" in text
+    assert (
+        "In vectors.npy, at worst, someone who has the file (attack 8) named the pool texts behind 25% of"
+        in (audit_summary([("vectors.npy", elsewhere())]))
+    )
+    assert headline(elsewhere()).startswith("1 attack was put to the file.")
+    assert "not stated" in text
+    assert "nobody" not in text.replace("nobody's", "")
+    assert "Vectors of single texts, as far as is stated" in text
+    assert "Another silo" not in text
+
+
+def test_the_claim_is_told_in_the_game_of_the_attack() -> None:
+    """Also where the details do not name the adjacency of the claim, as those of attacks 6, 7 and 8."""
+    game = make_finding(number=8, claim_epsilon=5.3, details={"claim_epsilon_replace_one": 9.875})
+    assert claimed_words([game]) == "claimed 5.30, which is 9.88 here"
+    assert claim_in_game(game) == "9.88"
+    assert (claim_in_game(make_finding()), claim_in_game(make_finding(claim_epsilon=5.3))) == ("none", "5.30")
+    unknown = rendered_text(make_finding(claim_epsilon=5.3))
+    assert "claimed 5.30 of the release; the attack's game is replace-one" in unknown
+    assert "claimed 5.30 (replace-one)" not in unknown
+
+
+def rendered_text(*findings: Finding) -> str:
+    blocks = [b for s in audit_sections([("run", make_audit().model_copy(update={"findings": [*findings]}))])
+              for b in s.blocks]  # fmt: skip
+    tables = [b for b in blocks if isinstance(b, page.Table)]
+    cells = [cell for table in tables for _, row in table.cells() for cell in row]
+    return " ".join(f"{cell.text} {cell.detail}" for cell in cells)
+
+
+def test_figures_that_leak_by_themselves_alone_are_told_by_one_rule(tmp_path: Path) -> None:
+    found = [make_finding(), *(make_finding(silo=f"silo-{i}", verdict="none_shown") for i in range(2, 6))]
+    audit = make_audit().model_copy(update={"findings": found, "verdicts": QUIET})
+    words = "1 of 5 figures lies above guessing by its own 95 % interval, by no more than chance explains"
+    assert headline(audit) == f"1 attack was put to what left the silos. {words} over so many."
+    assert reasons(audit)[0][3].startswith(f"{words} over so many. The nearest")
+    assert f"In run {words} over so many." in audit_summary([("run", audit)])
+    write_audit_report(audit, tmp_path / "audit.html")
+    text = check(tmp_path / "audit.html").text
+    assert re.search(r"Attacks that leak\s*0 of 1\s*1 of 5 figures by its own 95 % interval", text)
+    audit = audit.model_copy(update={"verdicts": make_audit().verdicts})
+    assert headline(audit).startswith("1 attack was put to what left the silos. It shows singling out")
+
+
+def test_how_many_releases_were_attacked_and_which_never(tmp_path: Path) -> None:
+    made = make_audit()
+    scores = [one.model_copy(update={"kind": "metrics"}) for one in made.releases]
+    text = rendered(tmp_path, releases=[*made.releases, *scores])
+    assert re.search(r"Releases attacked\s*8 of 16\s*never: Scores", text)
+
+
+def test_a_row_that_need_not_have_left_answers_no_question_that_another_answers() -> None:
+    gone = make_finding(
+        number=6, attack="membership, a row that left between two rounds", value=1.0, ci=(0.99, 1.0)
+    )
+    audit = make_audit().model_copy(update={"findings": [gone, make_finding()]})
+    best = worst_of(audit, "linkability", {1})
+    assert best is not None
+    assert best.number == 1
+    assert "would tell, if a row left between two rounds, which one, in 100% of pairs" in deed(gone)
+    assert "6 membership, if a row left" in printed([("run", audit)])
+
+
+def test_texts_read_word_for_word_are_counted_and_false_details_left_out() -> None:
+    read = make_finding(
+        number=11, attack="gradient inversion", metric="rouge2", value=1.0,
+        details={"texts": 4, "texts_found_exactly": 4, "encoder_in_cap": False},
+    )  # fmt: skip
+    assert "read back 4 of 4 texts word for word" in deed(read)
+    part = make_finding(number=8, attack="search", details={"texts_withheld": 20, "chosen": 149})
+    assert "the first 20 of 149 texts" in rendered_text(part)
+    assert "at least 20 texts" in rendered_text(make_finding(details={"texts_withheld": 20}))
+    assert "encoder in cap" not in rendered_text(read)
+
+
+@pytest.mark.parametrize("width", [80, 60, 120])
+def test_a_narrow_terminal_keeps_the_attack_and_the_verdict(width: int) -> None:
+    found = [
+        make_finding(
+            number=12,
+            attack="membership in a trained model, RMIA",
+            control=0.5,
+            cap=0.84,
+            silo="hospital-abc",
+        ),
+        make_finding(attack="membership, dot product", verdict="none_shown"),
+    ]
+    audit = make_audit().model_copy(update={"findings": found})
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        for part in for_terminal(audit):
+            console.print(part, highlight=False, markup=False)
+    text = capture.get()
+    assert max(len(line) for line in text.splitlines()) <= width
+    for word in (
+        "membership",
+        "trained",
+        "leaks",
+        "held",
+        "none shown" if width > 60 else "none",
+        "0.97",
+        "guessing",
+    ):
+        assert word in text, word
+    assert ("control" in text.split("claim ε:")[0].split("verdict")[0]) == (width == 120)
+    # What was found, the answers, then the table with its words; and what was not run is said once.
+    places = [
+        text.index(word)
+        for word in (
+            "was put to" if "was put to" in text else "were put to",
+            "singling out:",
+            "What an attacker",
+            "AUC: share",
+        )
+    ]
+    assert places == sorted(places)
+    assert " ".join(text.split()).count("were not run") == 1
+
+
+def test_the_account_of_each_silo_stands_on_the_first_page(tmp_path: Path) -> None:
+    one = Account(
+        silo="hospital-a", releases=7, epsilon=3.456, private_epsilon=3.456, delta=1e-5, no_finite_epsilon=[],
+        units=["row"], adjacencies=["add-remove"], simulated=True, trust="each silo adds its own noise",
+    )  # fmt: skip
+    two = one.model_copy(
+        update={"silo": "hospital-b", "epsilon": None, "no_finite_epsilon": ["exact"], "simulated": False}
+    )
+    first = rendered(tmp_path, accounts=[one, two])
+    assert re.search(r"hospital-a\s*7\s*ε 3.46\s*simulated\s*1e-5", first)
+    assert re.search(r"hospital-b\s*7\s*no finite ε\s*ε 3.46 of what has one\s*1e-5", first)

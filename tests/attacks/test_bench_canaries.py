@@ -33,7 +33,7 @@ def slm(tmp_path_factory: pytest.TempPathFactory) -> Slm:
 def _audited(slm: Slm, folder: Path, recipe: Recipe, words: tuple[str, ...] = WORDS) -> Audit:
     texts = [" ".join(RNG.choice(words, 8)) for _ in range(160)]
     corpus = corpus_of(texts, ["a", "b"] * 80, 30, recipe)
-    return audit(make_run(folder / "run", slm, corpus, recipe))
+    return audit(make_run(folder / "run", slm, corpus, recipe), attacks=frozenset({4}))
 
 
 def _finding(found: Audit) -> Finding:
@@ -62,13 +62,20 @@ def test_noise_hides_them_and_its_absence_breaks_the_claim(slm: Slm, tmp_path: P
     leaking = honest.model_copy(update={"verdict": "leaks", "epsilon_lower_bound": 0.25})
     claimed = gaussian_epsilon(honest.details["claim_mu"], 1e-5)
     words = audit_summary(
-        [("run", audit(tmp_path / "honest" / "run").model_copy(update={"findings": [leaking]}))]
+        [("run", _audited(slm, tmp_path / "again", recipe).model_copy(update={"findings": [leaking]}))]
     )
     assert f"proves ε 0.25 of the claimed {epsilon(claimed)}" in words
     with patch.object(canaries, "noise_source", lambda _seed: silence()):
         broken = _finding(_audited(slm, tmp_path / "broken", recipe))
     assert broken.verdict == "violates_claim"
     assert broken.details["mu_lower_bound"] > broken.details["claim_mu"]
+
+
+def test_a_release_about_units_is_made_again_too(slm: Slm, tmp_path: Path) -> None:
+    """Every canary is a unit by itself."""
+    found = _finding(_audited(slm, tmp_path, Recipe(clusters=6, noise=2.0, per_unit=3)))
+    assert found.details["canaries"] == canaries.TEXTS
+    assert found.verdict != "violates_claim"
 
 
 def test_too_few_words_are_no_score(slm: Slm, tmp_path: Path) -> None:
@@ -80,4 +87,5 @@ def test_too_few_words_are_no_score(slm: Slm, tmp_path: Path) -> None:
 
 def test_two_audits_agree(slm: Slm, tmp_path: Path) -> None:
     _audited(slm, tmp_path, Recipe(clusters=3))
-    assert audit(tmp_path / "run").to_json() == audit(tmp_path / "run").to_json()
+    first, second = (audit(tmp_path / "run", attacks=frozenset({1, 4, 8})) for _ in range(2))
+    assert first.to_json() == second.to_json()

@@ -16,6 +16,7 @@ from attacks.figures import Figure
 from attacks.judgement import Book
 from attacks.runs import Run
 from securefl.models import Slm, load_slm
+from securefl.privacy import gaussian_epsilon
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 
@@ -91,6 +92,9 @@ def test_search_of_noised_centroids_stays_below_its_cap(noised: Evidence) -> Non
         assert f.cap == pytest.approx(norm.cdf(norm.ppf(k / (size - k)) + mu), abs=0.02)
         assert f.verdict(0.05) != "violates_claim"
     assert book.figures
+    # The claim in the attack's game, as attack 1 states it: more than what it is of a row there or not.
+    for f in book.figures:
+        assert f.details["claim_epsilon_replace_one"] == pytest.approx(gaussian_epsilon(mu, 1e-5))
 
 
 def test_two_rounds_tell_more_than_one_and_a_row_that_leaves_is_found(exact: Evidence) -> None:

@@ -129,9 +129,13 @@ def test_without_the_rows_only_what_proves_itself_is_said(made: Path, tmp_path: 
     book = Book(show_text=True)
     bench.pool.ATTACK.run(Evidence(one), book, lambda *_: None)
     assert set(book.figures[0].texts) <= {text for text, _ in ROWS[:60]}
-    # Where the pool does not hold the rows nothing proves itself.
-    blind = audited(source(made, "means.safetensors", rows=None, columns=Columns()), tmp_path / "none")
-    assert [(f.value, f.verdict) for f in blind.findings] == [(0.0, "none_shown")]
+    # Means of which nobody says how many texts are behind them are tried with several numbers.
+    sizeless = source(made, "means.npy", rows=None, pool=made / "all.csv", columns=Columns())
+    assert [f.value for f in audited(sizeless, tmp_path / "sizeless", 8).findings] == [1.0]
+    # Where the pool does not hold the rows nothing proves itself, which is no score of 0.
+    blind = audited(source(made, "means.safetensors", rows=None, columns=Columns()), tmp_path / "none", 8)
+    assert not blind.findings
+    assert any("not known without the rows" in entry.why for entry in blind.not_run)
 
 
 def test_overlap_of_the_pool_is_left_out_and_said(made: Path, tmp_path: Path) -> None:
@@ -170,6 +174,16 @@ def test_another_encoder_is_an_error_and_no_low_score(made: Path, tmp_path: Path
         ({"epsilon": 0.5}, "this noise gives"),
         ({"delta": 1}, "delta"),
         ({"unit": "silo"}, "unit"),
+        *(
+            ({name: value}, name)
+            for name in ("noise_multiplier", "count_multiplier", "clip", "epsilon")
+            for value in (1e308, 1e-308, 5e-324)
+        ),
+        ({"count_multiplier": 0.009}, "count_multiplier: input should be greater than or equal to 0.01"),
+        ({"clip": 1e7}, "clip: input should be less than or equal to 1000000"),
+        ({"noise_multiplier": 1e6, "count_multiplier": 1e6, "delta": 0.9}, "delta: at 0.9 .* epsilon of 0"),
+        ({"a patient with": 1}, "a field .its name is not shown.: extra"),
+        ({"x" * 40: 1}, "its name is not shown"),
     ],
 )
 def test_a_claim_without_a_mechanism_or_with_too_little_noise(
@@ -182,11 +196,19 @@ def test_a_claim_without_a_mechanism_or_with_too_little_noise(
     path.write_text("[1]")
     with pytest.raises(UsageError, match="mechanism"):
         read_claim(path)
+    path.write_text(json.dumps(CLAIM).replace('"clip"', '"clip": 1, "clip"'))
+    with pytest.raises(UsageError, match="names a field twice"):
+        read_claim(path)
 
 
 @pytest.mark.parametrize(
     ("groups", "says"),
-    [(["x"] * 60, "must be the number"), (["12"] * 60, "must be the number"), (["0"] * 60, "no row has 1")],
+    [
+        (["x"] * 60, "must be the number"),
+        (["9" * 5000] * 60, "must be the number"),
+        (["12"] * 60, "must be the number"),
+        (["0"] * 60, "no row has 1"),
+    ],
 )
 def test_rows_must_name_every_vector(made: Path, tmp_path: Path, groups: list[str], says: str) -> None:
     rows = tmp_path / "rows.csv"
@@ -195,6 +217,41 @@ def test_rows_must_name_every_vector(made: Path, tmp_path: Path, groups: list[st
         source(made, rows=rows)
     with pytest.raises(UsageError, match="60 rows for 12 vectors"):
         source(made, columns=Columns("text", "label"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (Columns("absent"), r"has no column \"absent\" \(--text, --label, --group\); it has \"text\""),
+        (Columns("text", "absent"), "--text, --label, --group"),
+        (Columns("text", None, "absent"), "--text, --label, --group"),
+        (Columns("text", "text"), "--text and --label name the same"),
+        (Columns("text", None, "text"), "--text and --group name the same"),
+    ],
+)
+def test_a_column_is_named_as_the_command_names_it(made: Path, columns: Columns, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        source(made, columns=columns)
+    assert "data." not in str(caught.value)
+
+
+def test_a_fingerprint_that_is_none_is_not_repeated(made: Path, tmp_path: Path) -> None:
+    save_file({"centroids": np.ones((12, 64))}, tmp_path / "a.safetensors", metadata={"encoder": "a win"})
+    with pytest.raises(ProtocolError, match="it names no fingerprint"):
+        source(tmp_path, "a.safetensors", encoder=str(made / "encoder"), pool=made / "pool.csv",
+               rows=made / "rows.csv")  # fmt: skip
+
+
+def test_unscaled_vectors_that_are_said_to_be_scaled(made: Path, tmp_path: Path) -> None:
+    says = "a score would mean nothing; check --normalised, --max-length, --group$"
+    with pytest.raises(ProtocolError, match=says):
+        audited(source(made, normalised=True), tmp_path / "out", 1)
+    save_file(
+        {"centroids": np.load(made / "means.npy"), "sizes": np.full(12, 4.0)}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(ProtocolError, match="states 4 rows, the truth names 5 for it; check --group"):
+        audited(source(tmp_path, "a.safetensors", encoder=str(made / "encoder"), pool=made / "pool.csv",
+                       rows=made / "rows.csv"), tmp_path / "out", 1)  # fmt: skip
 
 
 def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,6 +271,17 @@ def test_the_command(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["x", "--releases", "y.npy"], "name either"),
         (["--releases", "y.npy"], "needs --encoder and --pool"),
         (["x", "--pool", "p.csv"], "--pool: goes with --releases"),
+        *(
+            (["x", *option], f"{option[0]}: goes with --releases")
+            for option in (
+                ["--text", "text"],
+                ["--label", "l"],
+                ["--max-length", "64"],
+                ["--seed", "0"],
+                ["--normalised"],
+            )
+        ),
+        (["--releases", "y.npy", "--seed", "-1"], "--seed must be 0 or more"),
         (["x", "--attacks", "1,b"], "--attacks"),
         (["--releases", "y.npy", "--encoder", "e", "--pool", "p.csv"], "is not a file"),
     ],
