@@ -147,7 +147,7 @@ def test_a_claim_by_unit_or_replace_one_is_compared_in_the_attacks_game(
         else:
             assert game > f.claim_epsilon
             assert claimed_words([f]) == f"claimed {f.claim_epsilon:.2f}, which is {game:.2f} here"
-    text = printed([("run", found)])
+    text = " ".join(printed([("run", found)]).split())
     assert f"for {'one row, exchanged' if per_unit == 1 else 'one patient (patient_id) with all'}" in text
 
 

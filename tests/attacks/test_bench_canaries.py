@@ -13,7 +13,7 @@ from attacks.audit import audit
 from attacks.audit_opening import audit_summary
 from attacks.audit_words import verdict_of
 from attacks.bench import canaries
-from attacks.findings import Audit, Finding
+from attacks.findings import Audit, Finding, Verdicts
 from securefl.models import Slm, load_slm
 from securefl.privacy import gaussian_epsilon
 from securefl.report.page import epsilon
@@ -61,9 +61,9 @@ def test_noise_hides_them_and_its_absence_breaks_the_claim(slm: Slm, tmp_path: P
     assert told.text == "leaks, claim held"
     leaking = honest.model_copy(update={"verdict": "leaks", "epsilon_lower_bound": 0.25})
     claimed = gaussian_epsilon(honest.details["claim_mu"], 1e-5)
-    words = audit_summary(
-        [("run", _audited(slm, tmp_path / "again", recipe).model_copy(update={"findings": [leaking]}))]
-    )
+    leaks = Verdicts(singling_out="leaks", linkability="leaks", inference="none_shown")
+    again = _audited(slm, tmp_path / "again", recipe)
+    words = audit_summary([("run", again.model_copy(update={"findings": [leaking], "verdicts": leaks}))])
     assert f"proves ε 0.25 of the claimed {epsilon(claimed)}" in words
     with patch.object(canaries, "noise_source", lambda _seed: silence()):
         broken = _finding(_audited(slm, tmp_path / "broken", recipe))
