@@ -48,6 +48,7 @@ _DEEDS = {
     "token_f1": "wrote down the words of texts with an F1 of {}",
     "recall": "found {} of a silo's texts in a pool that holds them among others",
     "noise_claimed_over_found": "found the noise of a release {} times smaller than is claimed",
+    "positions_read": "wrote down the words at {} of the positions of a group of texts",
     "vectors_named": "named the pool texts behind {} of the vectors",
     "accuracy": "gave the right answer in {} of questions which labels a group has",
     "tpr_at_1_percent_fpr": "found {} of a silo's rows and took one stranger's row in 100 for one",

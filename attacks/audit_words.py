@@ -133,7 +133,8 @@ _SHORT = {
 _METRICS = {
     "auc": "AUC", "token_f1": "token F1", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rouge_l": "ROUGE-L",
     "bleu": "BLEU", "recall": "recall in a pool", "accuracy": "accuracy on labels",
-    "vectors_named": "vectors named", "noise_claimed_over_found": "noise claimed over found",
+    "positions_read": "positions read", "vectors_named": "vectors named",
+    "noise_claimed_over_found": "noise claimed over found",
 }  # fmt: skip
 _RATE = re.compile(r"tpr_at_(\d{1,2}(?:\.\d{1,3})?)_percent_fpr")
 # What a metric is, for whoever has only the terminal.
@@ -156,6 +157,7 @@ MEANINGS = {
     "cosine": "cosine: how alike the vectors of the text read back and of the target are",
     "recall": "recall in a pool: share of a silo's texts found in a pool that holds them among others",
     "accuracy": "accuracy on labels: share of answers right, which labels a group has",
+    "positions_read": "positions read: share of the positions whose vector is exactly a sum of few words'",
     "vectors_named": "vectors named: share of the vectors that a sum of pool texts gives exactly",
     "noise_claimed_over_found": "noise claimed over found: how many times larger the claimed noise is than "
     "that of the release; 1 where the claim is true",

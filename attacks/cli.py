@@ -80,7 +80,10 @@ def run(
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(metavar="N", help="With --releases: tokens of a text that the encoder read (64)."),
+        typer.Option(
+            metavar="N",
+            help="With --releases: tokens of a text that the encoder read (64, or the file's positions).",
+        ),
     ] = None,
     normalised: Annotated[
         bool, typer.Option("--normalised", help="With --releases: each text's vector was scaled to length 1.")
@@ -147,7 +150,7 @@ def run(
             source = Elsewhere(
                 releases, encoder, pool, rows, claim,
                 columns=Columns("text" if text is None else text, label, group),
-                max_length=64 if max_length is None else max_length, normalised=normalised, seed=seed or 0,
+                max_length=max_length, normalised=normalised, seed=seed or 0,
             )  # fmt: skip
             result = audit_elsewhere(source, out, to, show_text, chosen)
     files = audit_files(run_dir, out)

@@ -1,8 +1,8 @@
 """Vectors that another system released, made ready for the same attacks as a run's own.
 
 The auditor gives the file, the encoder, a claim if there is one, texts that are nobody's, and, to score what
-is read, the rows behind the vectors. A vector is the mean of its rows' pooled vectors. This room reads files
-and never writes.
+is read, the rows behind the vectors. A vector is the mean of its rows' pooled vectors or, where the file has
+one for each position, of what the embedding layer gives for them. This room reads files and never writes.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from securefl.result import ReleaseRow
 
 SILO: Final = "elsewhere"
 MAX_LENGTH: Final = 8192
+_LENGTH = 64
 _MAX_CLAIM = 64 * 2**10
 _FINGERPRINT = re.compile(r"[0-9a-f]{12,64}")
 # Of what an exact mean may be off, over its largest number: float16 on the way is within.
@@ -134,9 +135,11 @@ class Columns:
 class Elsewhere:
     """A `Source` of one release.
 
-    vectors: file of (q, d). encoder: checkpoint. pool, rows: files of texts; without rows nothing that needs
-    the truth is scored. With `columns.group` a row is behind the vector of that number, counted from 0;
-    else row i is behind vector i. normalised: vectors were scaled to length 1 before they were averaged.
+    vectors: file of (q, d), or of (q, S, d) of an embedding layer with texts cut at S tokens. encoder:
+    checkpoint. pool, rows: files of texts; without rows nothing that needs the truth is scored. With
+    `columns.group` a row is behind the vector of that number, counted from 0; else row i is behind vector i.
+    max_length: tokens of a text, 64 where nothing says otherwise. normalised: vectors were scaled to length 1
+    before they were averaged.
     Raises UsageError and DataError for files that do not fit each other, ProtocolError where the encoder is
     another than the one that the file names.
     """
@@ -150,19 +153,17 @@ class Elsewhere:
         claim: Path | None = None,
         *,
         columns: Columns | None = None,
-        max_length: int = 64,
+        max_length: int | None = None,
         normalised: bool = False,
         seed: int = 0,
     ) -> None:
-        if not 1 <= max_length <= MAX_LENGTH:
-            raise UsageError(f"the length of a text must be 1 to {MAX_LENGTH:,} tokens, not {max_length:,}")
         self.path, self._encoder, self._seed = vectors, encoder, seed
-        self._normalised, self._max_length = normalised, max_length
         columns = Columns() if columns is None else columns
         for option, column in (("--label", columns.label), ("--group", columns.group)):
             if column == columns.text:
                 raise UsageError(f"--text and {option} name the same column; they must differ")
         self._file = read_vectors(vectors)
+        self._max_length, self._normalised = self._length(max_length, normalised), normalised
         self._claim: Claim = NonPrivate(reason="no claim was given") if claim is None else read_claim(claim)
         fingerprint = base_fingerprint(encoder)
         if self._file.encoder is not None and self._file.encoder != fingerprint:
@@ -178,9 +179,22 @@ class Elsewhere:
         self._pool, self._overlap = _read_pool(pool, columns, self._rows)
         self._sizes = _sizes(self._file, self._groups)
         files = [path for path in (vectors, pool, rows, claim) if path is not None]
-        terms = [columns.text, columns.label, columns.group, max_length, normalised, seed]
+        terms = [columns.text, columns.label, columns.group, self._max_length, normalised, seed]
         content = canonical_json([terms, fingerprint, [_sha256(path) for path in files]])
         self.digest = hashlib.sha256(content).hexdigest()
+
+    def _length(self, max_length: int | None, normalised: bool) -> int:
+        """Tokens at which a text is cut; a file of an embedding layer's positions says it itself."""
+        positions = None if self._file.mask is None else self._file.mask.shape[1]
+        length = max_length if max_length is not None else positions or _LENGTH
+        if not 1 <= length <= MAX_LENGTH:
+            raise UsageError(f"the length of a text must be 1 to {MAX_LENGTH:,} tokens, not {length:,}")
+        if positions is not None and (length != positions or normalised):
+            raise UsageError(
+                f"{self.path}: has {positions} positions, so texts were cut there and nothing was scaled; "
+                "leave out --max-length and --normalised"
+            )
+        return length
 
     @property
     def name(self) -> str:
@@ -199,11 +213,15 @@ class Elsewhere:
         """What made the vectors is not known."""
         return None
 
+    @property
+    def _kind(self) -> PayloadKind:
+        return PayloadKind.CENTROIDS if self._file.mask is None else PayloadKind.EMBEDDING_CENTROIDS
+
     @cached_property
     def releases(self) -> tuple[Recorded, ...]:
         row = ReleaseRow(
             round=1,
-            kind=PayloadKind.CENTROIDS.value,
+            kind=self._kind.value,
             recipients=[],
             readable_by=[],
             bytes=self.path.stat().st_size,
@@ -236,8 +254,11 @@ class Elsewhere:
             "sizes": self._sizes.astype(np.float32),
             "predictions": np.zeros((count, 0), np.float32),
         }
+        if self._file.mask is not None:
+            tensors["mask"] = self._file.mask.astype(np.float32)
         info = {"encoder": self._fingerprint, "base": self._encoder, "round": recorded.row.round}
-        return Release(PayloadKind.CENTROIDS, tensors, info, self._claim)
+        info["base_sha256"] = self._fingerprint
+        return Release(self._kind, tensors, info, self._claim)
 
     def rows(self, silo: str) -> Texts:
         if self._rows is None:

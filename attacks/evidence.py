@@ -19,6 +19,7 @@ from attacks.adversary import NotEnough
 from attacks.elsewhere import SILO
 from attacks.findings import Overlap
 from attacks.runs import CENTROIDS, Recorded, Run, Texts
+from attacks.vector_cache import VectorCache
 from securefl.centroid_privacy import clip_rows
 from securefl.config import Config
 from securefl.errors import ProtocolError
@@ -120,8 +121,12 @@ class Scene:
         return np.random.default_rng([self.evidence.source.seed, 2, self.index, attack])
 
     def pooled(self, texts: Texts) -> NDArray[np.float64]:
-        """(n, d) vectors of texts under the release's encoder."""
-        return self.evidence.pooled(self, texts)
+        """(n, d) vectors of texts under the release's encoder, in memory."""
+        return self.evidence.vectors(self, texts).astype(np.float64)
+
+    def vectors(self, texts: Texts) -> NDArray[np.float32]:
+        """The same for attacks that read them in chunks: a pool's may be on disk, see `Evidence.vectors`."""
+        return self.evidence.vectors(self, texts)
 
 
 class Evidence:
@@ -129,7 +134,7 @@ class Evidence:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._vectors: OrderedDict[str, dict[str, NDArray[np.float32]]] = OrderedDict()
+        self._caches: OrderedDict[str, VectorCache] = OrderedDict()
 
     @cached_property
     def targets(self) -> tuple[Recorded, ...]:
@@ -192,21 +197,19 @@ class Evidence:
         """Of the pool, where an attack has read it."""
         return self.source.overlap if "halves" in self.__dict__ else None
 
-    def pooled(self, scene: Scene, texts: Texts) -> NDArray[np.float64]:
-        """(n, d) in the order of `texts`, embedded once for each encoder as long as there is room."""
-        name = str(scene.release.info["encoder"])
-        known = self._vectors.setdefault(name, {})
-        self._vectors.move_to_end(name)
-        missing = [text for text in dict.fromkeys(texts.texts) if text not in known]
-        if missing:
-            known.update(zip(missing, self.source.embed(scene.slm, missing), strict=True))
-        found = np.array([known[text] for text in texts.texts], np.float64)
-        while len(self._vectors) > 1 and self._bytes() > _KEPT:
-            self._vectors.popitem(last=False)
-        return found
+    def vectors(self, scene: Scene, texts: Texts) -> NDArray[np.float32]:
+        """(n, d) in the order of `texts`, read-only, and a memory map of a file where they are many.
 
-    def _bytes(self) -> int:
-        return sum(len(one) * next(iter(one.values())).nbytes for one in self._vectors.values() if one)
+        Each text is embedded once for each encoder as long as there is room. Raises UsageError where the disk
+        has none.
+        """
+        name = str(scene.release.info["encoder"])
+        cache = self._caches.setdefault(name, VectorCache())
+        self._caches.move_to_end(name)
+        found = cache.take(texts.texts, lambda some: self.source.embed(scene.slm, some))
+        while len(self._caches) > 1 and sum(one.nbytes for one in self._caches.values()) > _KEPT:
+            self._caches.popitem(last=False)
+        return found
 
 
 def _check_arrays(one: Recorded, release: Release) -> int:

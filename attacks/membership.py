@@ -4,26 +4,32 @@ The adversary has the encoder and so the text's vector x. With n rows in a clust
 covariance Sigma, the centroid c is about N(mu + (x - mu)/n, Sigma (n-1)/n^2 + noise) if x is one of them and
 N(mu, Sigma/n + noise) if not; the score is the logarithm of the ratio of the two densities. mu and Sigma come
 from auxiliary text, and the noise from the claim, so the attack is fitted on what was really released.
-Pure functions on arrays; nothing here reads files or text.
+Pure functions on arrays; the auxiliary vectors are read in chunks and may be a memory map. Nothing here reads
+files or text.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
-from sklearn.covariance import LedoitWolf
+from scipy.sparse import csr_array
 
 from attacks.bounds import auc, auc_interval
+from attacks.covariance import ledoit_wolf
 from securefl.centroid_privacy import clip_rows
 from securefl.errors import SecureflError
 from securefl.release import Claim, GaussianSums
 
 Vectors = NDArray[np.float64]
 
+# Numbers of many vectors in work at once. The ratio has up to eight arrays of this many float64: 64 MiB.
+CHUNK = 2**20
 # A cell's mean is shrunk towards the mean of all auxiliary rows as if the latter were this many rows of the
 # cell. On k-means clusters of news from 60 to 400 rows a silo, 10 to 100 differ by less than .002 in AUC;
 # without it small cells lose up to .03.
@@ -70,16 +76,35 @@ class Background:
     overall: Vectors
 
 
-def check_vectors(vectors: NDArray[Any], what: str) -> Vectors:
-    """The vectors as float64. Raises SecureflError where they are not finite, or all the same.
+def chunks(vectors: NDArray[Any], numbers: int = CHUNK, beside: int = 1) -> Iterator[tuple[slice, Vectors]]:
+    """Rows in float64, so many at a time that they, and `beside` numbers for each, are about `numbers`."""
+    rows = max(1, numbers // max(1, beside, math.prod(vectors.shape[1:])))
+    for start in range(0, len(vectors), rows):
+        part = slice(start, min(start + rows, len(vectors)))
+        yield part, np.asarray(vectors[part], np.float64)
+
+
+def check_rows(vectors: NDArray[Any], what: str, chunk: int = CHUNK) -> None:
+    """Raises SecureflError where vectors are not finite, or all the same; reads them in chunks.
 
     Either is a broken encoder, and an attack on it would score chance and look like safety.
     """
-    rows = np.asarray(vectors, np.float64)
-    if not np.isfinite(rows).all():
-        raise SecureflError(f"the vectors of {what} hold NaN or infinity, so the audit would mean nothing")
-    if len(rows) > 1 and float(np.ptp(rows, axis=0).max()) < 1e-9:
+    low, high = np.full(vectors.shape[1:], np.inf), np.full(vectors.shape[1:], -np.inf)
+    for _, rows in chunks(vectors, chunk):
+        smallest, largest = rows.min(0), rows.max(0)
+        if not (np.isfinite(smallest).all() and np.isfinite(largest).all()):
+            raise SecureflError(
+                f"the vectors of {what} hold NaN or infinity, so the audit would mean nothing"
+            )
+        low, high = np.minimum(low, smallest), np.maximum(high, largest)
+    if len(vectors) > 1 and float((high - low).max(initial=0)) < 1e-9:
         raise SecureflError(f"the vectors of {what} are all the same, so the audit would mean nothing")
+
+
+def check_vectors(vectors: NDArray[Any], what: str) -> Vectors:
+    """The vectors as float64, once `check_rows` has found nothing."""
+    rows = np.asarray(vectors, np.float64)
+    check_rows(rows, what)
     return rows
 
 
@@ -95,69 +120,110 @@ def _squared_distances(a: Vectors, b: Vectors) -> Vectors:
     return np.asarray(np.maximum(gaps, 0), np.float64)
 
 
-def assign(vectors: Vectors, target: Target, auxiliary: Vectors) -> NDArray[np.int64]:
+def _anchors(target: Target) -> Vectors:
+    """(s, d) the points, of which a row belongs to the nearest: public seeds, or else the centroids."""
+    return target.centroids if target.seeds is None else target.seeds
+
+
+def _nearest(vectors: Vectors, anchors: Vectors) -> NDArray[np.int64]:
+    return np.asarray(_squared_distances(vectors, anchors).argmin(1), np.int64)
+
+
+def _sums(auxiliary: NDArray[Any], anchors: Vectors, claim: Claim, chunk: int) -> tuple[Vectors, Vectors]:
+    """(s, d) sums of the clipped auxiliary rows nearest to each anchor, and how many they are (s,)."""
+    sums, counts = np.zeros(anchors.shape), np.zeros(len(anchors))
+    for _, rows in chunks(auxiliary, chunk, len(anchors)):
+        near = _nearest(rows, anchors)
+        picked = csr_array((np.ones(len(rows)), (near, np.arange(len(rows)))), (len(anchors), len(rows)))
+        sums += np.asarray(picked @ clipped(rows, claim), np.float64)
+        counts += np.bincount(near, minlength=len(anchors))
+    return sums, counts
+
+
+def released_by(target: Target, auxiliary: NDArray[Any], chunk: int = CHUNK) -> NDArray[np.int64]:
+    """(s,) the centroid of each public seed, -1 where it was withheld; without seeds each centroid's number.
+
+    Which seeds were released is not said when some were withheld, so seeds and centroids are matched by the
+    distance of each seed's auxiliary mean.
+    """
+    anchors = _anchors(target)
+    if len(target.centroids) == len(anchors):
+        return np.arange(len(anchors))
+    sums, counts = _sums(auxiliary, anchors, target.claim, chunk)
+    means = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], anchors)
+    released = np.full(len(anchors), -1, np.int64)
+    seeds, centroids = linear_sum_assignment(_squared_distances(means, target.centroids))
+    released[seeds] = centroids
+    return released
+
+
+def assign(
+    vectors: NDArray[Any],
+    target: Target,
+    auxiliary: NDArray[Any],
+    chunk: int = CHUNK,
+) -> NDArray[np.int64]:
     """(n,) the centroid each row would be behind; -1 where its seed's centroid was withheld.
 
     vectors: unclipped, as the mechanism assigns them. Without public seeds it is the nearest centroid. With
-    them, a row belongs to its nearest seed; which seeds were released is not said when some were withheld,
-    so seeds and centroids are matched by the distance of each seed's auxiliary mean.
+    them, a row belongs to its nearest seed, see `released_by`.
     """
-    if target.seeds is None:
-        return np.asarray(_squared_distances(vectors, target.centroids).argmin(1), np.int64)
-    cells = _squared_distances(vectors, target.seeds).argmin(1)
-    released = np.full(len(target.seeds), -1, np.int64)
-    if len(target.centroids) == len(target.seeds):
-        released = np.arange(len(target.seeds))
-    else:
-        near = _squared_distances(auxiliary, target.seeds).argmin(1)
-        pooled = clipped(auxiliary, target.claim)
-        means = np.stack(
-            [
-                pooled[near == s].mean(0) if (near == s).any() else target.seeds[s]
-                for s in range(len(target.seeds))
-            ]
-        )
-        seeds, centroids = linear_sum_assignment(_squared_distances(means, target.centroids))
-        released[seeds] = centroids
-    return np.asarray(released[cells], np.int64)
+    return _assign(vectors, target, released_by(target, auxiliary, chunk), chunk)
 
 
-def look(vectors: Vectors, target: Target, auxiliary: Vectors, background: Background) -> NDArray[np.int64]:
+def _assign(
+    vectors: NDArray[Any], target: Target, released: NDArray[np.int64], chunk: int
+) -> NDArray[np.int64]:
+    anchors, found = _anchors(target), np.empty(len(vectors), np.int64)
+    for part, rows in chunks(vectors, chunk, len(anchors)):
+        found[part] = released[_nearest(rows, anchors)]
+    return found
+
+
+def look(
+    vectors: Vectors, target: Target, released: NDArray[np.int64], background: Background
+) -> NDArray[np.int64]:
     """(n,) the centroid that each row is looked for in: of `assign`, or, where it may be behind any, the one
-    with the largest ratio."""
+    with the largest ratio. released: of `released_by`."""
     if not target.anywhere:
-        return assign(vectors, target, auxiliary)
+        return _assign(vectors, target, released, CHUNK)
+    rotated = clipped(vectors, target.claim) @ background.basis
     best, scores = np.zeros(len(vectors), np.int64), np.full(len(vectors), -np.inf)
     for cell in range(len(target.centroids)):
-        found = likelihood_ratios(vectors, np.full(len(vectors), cell), target, background)
+        found = _ratios(rotated, cell, target, background)
         better = found > scores
         best[better], scores[better] = cell, found[better]
     return best
 
 
-def fit_background(auxiliary: Vectors, target: Target) -> Background:
-    """Means and covariance of the cells from auxiliary rows (m, d), not yet clipped.
+def fit_background(auxiliary: NDArray[Any], target: Target, chunk: int = CHUNK) -> Background:
+    """Means and covariance of the cells from auxiliary rows (m, d), not yet clipped, array or memory map.
 
     The covariance is that of all auxiliary rows (Ledoit and Wolf 2004): measured against the pooled
     covariance within cells it was never worse, since it has more rows and the ratio forgives a scale.
+    chunk: numbers of the rows in work at once. Raises SecureflError where they are not finite, or constant.
     """
-    rows = clipped(auxiliary, target.claim)
+    check_rows(auxiliary, "the auxiliary text", chunk)
     # Groups of no known kind are taken for random ones, and all auxiliary text says what their mean is.
-    cells = np.full(len(rows), -1) if target.anywhere else assign(auxiliary, target, auxiliary)
-    prior = float(len(rows)) if target.anywhere else _PRIOR_ROWS
-    overall = rows.mean(0)
-    variances, basis = np.linalg.eigh(LedoitWolf().fit(rows).covariance_)
-    means, support = [], []
-    for cell in range(len(target.centroids)):
-        own = rows[cells == cell]
-        means.append((own.sum(0) + prior * overall) / (len(own) + prior))
-        support.append(len(own) + prior)
+    anchors = np.zeros((1, auxiliary.shape[1])) if target.anywhere else _anchors(target)
+    sums, counts = _sums(auxiliary, anchors, target.claim, chunk)
+    overall = sums.sum(0) / len(auxiliary)
+    own, support = np.zeros(target.centroids.shape), np.zeros(len(target.centroids))
+    if not target.anywhere:
+        released = released_by(target, auxiliary, chunk)
+        own[released[released >= 0]] = sums[released >= 0]
+        support[released[released >= 0]] = counts[released >= 0]
+    prior = float(len(auxiliary)) if target.anywhere else _PRIOR_ROWS
+    covariance, _ = ledoit_wolf(
+        (clipped(rows, target.claim) for _, rows in chunks(auxiliary, chunk)), overall
+    )
+    variances, basis = np.linalg.eigh(covariance)
     floor = 1e-9 * float(variances.max())
     return Background(
         basis,
         np.maximum(variances, floor),
-        np.array(means).reshape(-1, rows.shape[1]),
-        np.array(support),
+        (own + prior * overall) / (support + prior)[:, None],
+        support + prior,
         overall,
     )
 
@@ -180,21 +246,27 @@ def likelihood_ratios(
     candidates: (n, d) unclipped; cells: (n,) from `assign`, none of them -1. The uncertainty of a cell's
     mean, Sigma / support, is part of both variances.
     """
-    rows = clipped(candidates, target.claim)
-    scores = np.empty(len(rows))
-    for cell in np.unique(cells):
-        mean, n = background.means[cell], max(1.0, float(target.sizes[cell]))
-        gap = (target.centroids[cell] - mean) @ background.basis
-        moved = (rows[cells == cell] - mean) @ background.basis / n
-        spread = _spread(background, target, int(cell))
-        unsure = background.variances / background.support[cell]
-        without = background.variances / n + unsure + spread
-        # n = 1 without noise leaves no variance: the centroid is the row. A floor keeps the ratio finite.
-        within = background.variances * (n - 1) / n**2 + unsure * ((n - 1) / n) ** 2 + spread
-        within = np.maximum(within, 1e-9 * without)
-        fit = ((gap - moved) ** 2 / within).sum(1) + np.log(within).sum()
-        scores[cells == cell] = -0.5 * fit + 0.5 * ((gap**2 / without).sum() + np.log(without).sum())
+    rotated = clipped(candidates, target.claim) @ background.basis
+    scores = np.empty(len(rotated))
+    for cell in np.unique(cells).tolist():
+        scores[cells == cell] = _ratios(rotated[cells == cell], cell, target, background)
     return scores
+
+
+def _ratios(rotated: Vectors, cell: int, target: Target, background: Background) -> Vectors:
+    """The ratio of clipped candidates along the background's basis (n, d), all against one cell."""
+    mean, n = background.means[cell], max(1.0, float(target.sizes[cell]))
+    gap = (target.centroids[cell] - mean) @ background.basis
+    spread = _spread(background, target, cell)
+    unsure = background.variances / background.support[cell]
+    without = background.variances / n + unsure + spread
+    # n = 1 without noise leaves no variance: the centroid is the row. A floor keeps the ratio finite.
+    within = background.variances * (n - 1) / n**2 + unsure * ((n - 1) / n) ** 2 + spread
+    within = np.maximum(within, 1e-9 * without)
+    # The centroid's gap less what the row moves it by, (rotated - mean) / n, in standard deviations.
+    off = (rotated - (mean @ background.basis + n * gap)) / (n * np.sqrt(within))
+    fit = np.einsum("ij,ij->i", off, off) + np.log(within).sum()
+    return np.asarray(-0.5 * fit + 0.5 * ((gap**2 / without).sum() + np.log(without).sum()), np.float64)
 
 
 def dot_products(
@@ -218,7 +290,7 @@ class Scores:
 
 def attack(
     target: Target,
-    auxiliary: Vectors,
+    auxiliary: NDArray[Any],
     members: Vectors,
     controls: Vectors,
     rng: np.random.Generator,
@@ -230,11 +302,11 @@ def attack(
     a model trained on the members gives away by itself, one half where it does not tell them apart.
     Candidates whose cell was withheld have no score, so either side may come back empty.
     """
-    auxiliary = check_vectors(auxiliary, "the auxiliary text")
     sides = [check_vectors(members, "the silo's rows"), check_vectors(controls, "the control rows")]
     check_vectors(target.centroids, "the released centroids")
     background = fit_background(auxiliary, target)
-    cells = [look(side, target, auxiliary, background) for side in sides]
+    released = released_by(target, auxiliary)
+    cells = [look(side, target, released, background) for side in sides]
     sides = [side[cell >= 0] for side, cell in zip(sides, cells, strict=True)]
     cells = [cell[cell >= 0] for cell in cells]
 

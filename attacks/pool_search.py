@@ -11,7 +11,6 @@ Pure functions on arrays; the pool is read in chunks and may be a memory map; no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +21,12 @@ from scipy.optimize import nnls
 from attacks import membership
 from attacks.adversary import NotEnough
 from attacks.bounds import ALPHA, lower_bound, replace_one_mu, tpr_cap, upper_bound
-from attacks.membership import Background, Target, Vectors, check_vectors, clipped
+from attacks.membership import CHUNK, Background, Target, Vectors, check_rows, check_vectors, chunks, clipped
 from securefl.errors import SecureflError
 from securefl.release import Claim, GaussianSums
 
 Indices = NDArray[np.int64]
 
-# Numbers of the pool in work at once. Attack 1 has up to eight arrays of this many float64: 64 MiB.
-_CHUNK = 2**20
 # Least squares starts from the best of the ranking, and from every scan takes in as many as may be wrong.
 _START = 300
 _ADDED = 200
@@ -54,16 +51,8 @@ class Ranking:
         return np.argsort(-self.scores, kind="stable").astype(np.int64)
 
 
-def _chunks(pool: NDArray[Any], chunk: int) -> Iterator[tuple[slice, Vectors]]:
-    """Rows of the pool in float64, about `chunk` numbers at a time."""
-    rows = max(1, chunk // pool.shape[1])
-    for start in range(0, len(pool), rows):
-        part = slice(start, min(start + rows, len(pool)))
-        yield part, np.asarray(pool[part], np.float64)
-
-
 def rank(
-    pool: NDArray[Any], target: Target, background: Background, auxiliary: Vectors, chunk: int = _CHUNK
+    pool: NDArray[Any], target: Target, background: Background, auxiliary: NDArray[Any], chunk: int = CHUNK
 ) -> Ranking:
     """Attack 1's ratio for every row of a pool (M, d), float32 or float64, array or memory map.
 
@@ -77,21 +66,15 @@ def rank(
     if not len(pool):
         raise NotEnough("the pool is empty")
     check_vectors(target.centroids, "the released centroids")
-    auxiliary = check_vectors(auxiliary, "the auxiliary text")
+    check_rows(pool, "the pool", chunk)
     scores = np.full(len(pool), -np.inf)
     cells = np.full(len(pool), -1, np.int32)
-    low, high = np.asarray(pool[0], np.float64), np.asarray(pool[0], np.float64)
-    for part, rows in _chunks(pool, chunk):
-        low, high = np.minimum(low, rows.min(0)), np.maximum(high, rows.max(0))
-        if not (np.isfinite(low).all() and np.isfinite(high).all()):
-            raise SecureflError(
-                "the vectors of the pool hold NaN or infinity, so the audit would mean nothing"
-            )
-        own = membership.look(rows, target, auxiliary, background)
+    released = membership.released_by(target, auxiliary, chunk)
+    for part, rows in chunks(pool, chunk, len(released)):
+        own = membership.look(rows, target, released, background)
         here = own >= 0
         cells[part] = own
         scores[part][here] = membership.likelihood_ratios(rows[here], own[here], target, background)
-    check_vectors(np.stack([low, high]), "the pool")
     return Ranking(scores, cells)
 
 
@@ -116,7 +99,7 @@ def decompose(
     target: Target,
     background: Background,
     cell: int,
-    chunk: int = _CHUNK,
+    chunk: int = CHUNK,
 ) -> Decomposition:
     """The k rows, k being the size released, of the largest weight in the non-negative least squares.
 
@@ -205,7 +188,7 @@ def _violations(
     """The rows outside `work` whose weight should not be 0: those that lower the error fastest."""
     direction, offset, least = slope
     best, falls = np.zeros(0, np.int64), np.zeros(0)
-    for part, rows in _chunks(pool, chunk):
+    for part, rows in chunks(pool, chunk):
         fall = clipped(rows, target.claim) @ direction + offset
         here = np.arange(part.start, part.stop)
         wanted = allowed[part] & (fall > least) & ~np.isin(here, work, assume_unique=True)

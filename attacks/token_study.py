@@ -65,7 +65,7 @@ def recall_grid(
                 if skip is not None and skip(k, noise, seed):
                     continue
                 rng = np.random.default_rng([seed, k])
-                members, others = _draw(len(texts), k, groups, rng)
+                members, others = draw(len(texts), k, groups, rng)
                 names = _names(slm, prior, len(members), np.random.default_rng([seed, k, 2]))
                 hosts = [int(group[0]) for group in members]
                 planted = [_planted(texts[host], name) for host, name in zip(hosts, names, strict=True)]
@@ -74,10 +74,10 @@ def recall_grid(
                 seen[hosts], there[hosts] = changed[:, :positions], changed_mask[:, :positions]
                 for host, new in zip(hosts, token_ids(slm, planted), strict=True):
                     own[host] = new[:positions]
-                target = _release(seen, there, members, noise, np.random.default_rng([seed, k, 1]))
+                target = release(seen, there, members, noise, np.random.default_rng([seed, k, 1]))
                 read = recover(slm, target, prior, auxiliary)
                 row: Row = {"k": k, "noise": noise, "seed": seed, "groups": len(members)}
-                row |= _scores(slm, target, prior, read.tokens, own, members, others)
+                row |= scores(slm, target, prior, read.tokens, own, members, others)
                 row |= _named(slm, read.tokens, names)
                 row["certain"] = float(read.certain[target.mask > 0].mean())
                 if score is not None:
@@ -107,14 +107,14 @@ def layer_recall(
         aside = aside[:, :positions]
         learnt = layer_tokens.learn(slm, auxiliary, aside, other_mask)
         for k in ks:
-            members, others = _draw(len(texts), k, groups, np.random.default_rng([seed, k]))
-            target = _release(vectors[:, :positions], mask, members, 0.0, np.random.default_rng(0))
+            members, others = draw(len(texts), k, groups, np.random.default_rng([seed, k]))
+            target = release(vectors[:, :positions], mask, members, 0.0, np.random.default_rng(0))
             read = layer_tokens.recover_layer(slm, target, prior, auxiliary, learnt).tokens
             row: Row = {"layer": layer, "k": k, "seed": seed, "groups": len(members)}
-            row |= _scores(slm, target, prior, read, ids, members, others)
+            row |= scores(slm, target, prior, read, ids, members, others)
             if k == 1:
                 found = layer_tokens.nearest(target, learnt, aside, other_mask, known)
-                row["nearest"] = _scores(slm, target, prior, found, ids, members, others)["recall"]
+                row["nearest"] = scores(slm, target, prior, found, ids, members, others)["recall"]
             yield row
 
 
@@ -154,7 +154,7 @@ def _named(slm: Slm, read: list[list[Ids]], names: Sequence[str]) -> Row:
     return {"names": float(np.mean(own)), "names_control": control}
 
 
-def _draw(rows: int, k: int, groups: int, rng: np.random.Generator) -> tuple[list[Ids], list[Ids]]:
+def draw(rows: int, k: int, groups: int, rng: np.random.Generator) -> tuple[list[Ids], list[Ids]]:
     """Random groups of k rows, and as many groups of other rows (the same k for all where there are few)."""
     if k < 1 or rows < 2 * k:
         raise NotEnough(f"{rows} texts; centroids of {k} and as many other texts need at least {2 * k}")
@@ -166,7 +166,7 @@ def _draw(rows: int, k: int, groups: int, rng: np.random.Generator) -> tuple[lis
     return members, others
 
 
-def _release(
+def release(
     vectors: NDArray[np.float32],
     mask: NDArray[np.float32],
     members: Sequence[Ids],
@@ -191,7 +191,7 @@ def _release(
     return Target(centroids, np.ones(there.shape, np.float32), sizes, claim)
 
 
-def _scores(
+def scores(
     slm: Slm,
     target: Target,
     prior: Prior,

@@ -101,6 +101,17 @@ class Recovered:
         return Recovered(self.tokens[start:stop], self.certain[start:stop])
 
 
+def readable(slm: Slm, target: Target, prior: Prior, auxiliary: Sequence[str]) -> bool:
+    """Whether the noise leaves anything of a token's vector; where not, `recover` gives the prior's guess."""
+    positions = target.centroids.shape[1]
+    known = geometry(Layer(slm, positions), token_ids(slm, auxiliary), prior, positions, target.clip)
+    return not _drowned(target, known)
+
+
+def _drowned(target: Target, known: Geometry) -> bool:
+    return target.private and target.deviation > known.typical
+
+
 def recover(
     slm: Slm,
     target: Target,
@@ -128,7 +139,7 @@ def recover(
     counts = expected_counts(target, prior)
     tokens: list[list[Ids]] = [[np.zeros(0, np.int64)] * positions for _ in range(q)]
     certain = np.zeros((q, positions), bool)
-    if target.private and target.deviation > known.typical:  # a whole token's vector drowns
+    if _drowned(target, known):
         return Recovered(guesses(prior, counts), certain)
     due = np.zeros(q, np.int64)
     end = end_ids(slm)

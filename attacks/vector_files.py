@@ -1,8 +1,10 @@
 """One file of vectors from elsewhere -> arrays: `.npy`, `.safetensors`, Parquet or CSV, every number checked.
 
-What a file states beside its vectors (how many rows each is the mean of, the encoder that made it) is read
-too. No pickle; sizes are checked before anything is allocated. Errors name file, row or column and repeat
-nothing else: what a library says of a file may quote its rows, and where a header is missing they are it.
+A vector is one row of numbers, or, of an embedding layer, one for each position of a text (`.npy` and
+`.safetensors` only). What a file states beside its vectors (how many rows each is the mean of, the encoder
+that made it) is read too. No pickle; sizes are checked before anything is allocated. Errors name file, row or
+column and repeat nothing else: what a library says of a file may quote its rows, and where a header is
+missing they are it.
 """
 
 from __future__ import annotations
@@ -33,15 +35,17 @@ MAX_NUMBER = 1e15
 # A count that was noised may be less than 1; float32 still holds this one.
 MIN_SIZE = 1e-6
 _NAMES = ("centroids", "embeddings", "vectors")
-_SIZES, _ENCODER = ("sizes", "size"), "encoder"
+_SIZES, _MASK, _ENCODER = ("sizes", "size"), "mask", "encoder"
 
 
 @dataclass(frozen=True, repr=False)
 class VectorFile:
-    """vectors: (q, d) float64, finite. sizes: (q,) rows behind each, None where the file does not say.
+    """vectors: (q, d) float64, finite, or (q, S, d) for S positions, zeros where a mask says that none is.
+    mask: (q, S) 0/1, None for (q, d). sizes: (q,) rows behind each, None where the file does not say.
     encoder: fingerprint that the file states, or None. sha256: of the file."""
 
     vectors: NDArray[np.float64]
+    mask: NDArray[np.float64] | None
     sizes: NDArray[np.float64] | None
     encoder: str | None
     sha256: str
@@ -59,37 +63,62 @@ def read_vectors(path: Path) -> VectorFile:
         raise UsageError(f"{path}: is larger than {MAX_BYTES >> 30} GiB; audit a part of it")
     readers = {".npy": _npy, ".safetensors": _safetensors, ".parquet": _parquet, ".csv": _csv}
     try:
-        vectors, sizes, encoder = readers[suffix](path)
+        content = readers[suffix](path)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else "its content is broken"
         raise UsageError(f"{path}: cannot be read ({reason})") from None
-    vectors = _checked(path, vectors)
-    if sizes is not None:
-        sizes = _checked_sizes(path, sizes, len(vectors))
+    vectors = _checked(path, content.vectors)
+    mask = None
+    if vectors.ndim == 3:
+        mask = _checked_mask(path, content.mask, vectors)
+        vectors = vectors * mask[..., None]
+    sizes = None if content.sizes is None else _checked_sizes(path, content.sizes, len(vectors))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return VectorFile(vectors, sizes, encoder, digest)
+    return VectorFile(vectors, mask, sizes, content.encoder, digest)
 
 
 def _checked(path: Path, vectors: NDArray[Any]) -> NDArray[np.float64]:
-    if vectors.ndim != 2 or not vectors.size:
+    if vectors.ndim not in (2, 3) or not vectors.size:
         shape = " x ".join(map(str, vectors.shape)) or "a single number"
-        raise DataError(f"{path}: holds {shape}; vectors are a table of one row each")
+        raise DataError(
+            f"{path}: holds {shape}; vectors are a table of one row each, or one table each of an embedding "
+            "layer's positions"
+        )
     if vectors.dtype.kind not in "fiu":
         raise DataError(f"{path}: holds {vectors.dtype.name} and not numbers")
     if vectors.size * 8 > MAX_BYTES:  # as float64, whatever it takes in the file
         raise UsageError(f"{path}: holds more than {MAX_BYTES // 8:,} numbers; audit a part of it")
     with np.errstate(over="ignore"):  # of a wider float: infinity, which is refused below
         rows = np.asarray(vectors, np.float64)
-    bad = np.flatnonzero(~np.isfinite(rows).all(1))
+    flat = rows.reshape(len(rows), -1)
+    bad = np.flatnonzero(~np.isfinite(flat).all(1))
     if len(bad):
         raise DataError(f"{path}: row {bad[0] + 1} holds NaN or infinity, so the audit would mean nothing")
-    bad = np.flatnonzero(np.maximum(rows.max(1), -rows.min(1)) > MAX_NUMBER)
+    bad = np.flatnonzero(np.maximum(flat.max(1), -flat.min(1)) > MAX_NUMBER)
     if len(bad):
         raise DataError(
             f"{path}: row {bad[0] + 1} holds a number beyond {MAX_NUMBER:g}, which no encoder gives"
         )
     return rows
+
+
+def _checked_mask(path: Path, mask: NDArray[Any] | None, vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Which positions there are; without a mask those that are not all zeros."""
+    if mask is None:
+        found = np.asarray((vectors != 0).any(2), np.float64)
+    elif mask.shape != vectors.shape[:2] or mask.dtype.kind not in "fiub" or not np.isin(mask, (0, 1)).all():
+        raise DataError(
+            f"{path}: mask: must be 0 or 1 for each of {vectors.shape[0]} x {vectors.shape[1]} positions"
+        )
+    else:
+        found = np.asarray(mask, np.float64)
+    empty = np.flatnonzero(found.sum(1) == 0)
+    if len(empty):
+        raise DataError(
+            f"{path}: row {empty[0] + 1} has no position, so there is nothing to audit; remove it"
+        )
+    return found
 
 
 def _checked_sizes(path: Path, sizes: NDArray[Any], count: int) -> NDArray[np.float64]:
@@ -105,10 +134,17 @@ def _checked_sizes(path: Path, sizes: NDArray[Any], count: int) -> NDArray[np.fl
     return found
 
 
-_Read = tuple[NDArray[Any], NDArray[Any] | None, str | None]
+@dataclass(frozen=True, repr=False)
+class _Content:
+    """What stands in a file, unchecked."""
+
+    vectors: NDArray[Any]
+    sizes: NDArray[Any] | None = None
+    encoder: str | None = None
+    mask: NDArray[Any] | None = None
 
 
-def _npy(path: Path) -> _Read:
+def _npy(path: Path) -> _Content:
     found: NDArray[Any] | None = None
     # A header is Python source: what its parser may raise, or warn of, is no fixed list.
     with warnings.catch_warnings(), np.errstate(over="ignore"):
@@ -122,10 +158,10 @@ def _npy(path: Path) -> _Read:
             found = None
     if found is None:
         raise DataError(f"{path}: is no .npy file of numbers, or is cut short")
-    return found, None, None
+    return _Content(found)
 
 
-def _safetensors(path: Path) -> _Read:
+def _safetensors(path: Path) -> _Content:
     fault = "is no safetensors file, or is cut short"
     with suppress(SafetensorError), safe_open(path, framework="numpy") as file:
         names = list(file.keys())
@@ -135,12 +171,13 @@ def _safetensors(path: Path) -> _Read:
             raise DataError(f"{path}: has no tensor named {', '.join(_NAMES)}")
         with suppress(TypeError, AttributeError):  # of a type that numpy lacks: bfloat16, float8
             sizes = next((file.get_tensor(name) for name in _SIZES if name in names), None)
-            return file.get_tensor(found[0]), sizes, encoder
+            mask = file.get_tensor(_MASK) if _MASK in names else None
+            return _Content(file.get_tensor(found[0]), sizes, encoder, mask)
         fault = "holds numbers of a type that cannot be read here; convert them to float32"
     raise DataError(f"{path}: {fault}")
 
 
-def _parquet(path: Path) -> _Read:
+def _parquet(path: Path) -> _Content:
     table: pa.Table | None = None
     try:
         with pq.ParquetFile(path) as file:
@@ -158,7 +195,7 @@ def _parquet(path: Path) -> _Read:
     return _table(path, table)
 
 
-def _csv(path: Path) -> _Read:
+def _csv(path: Path) -> _Content:
     table: pa.Table | None = None
     with suppress(pa.ArrowException, ValueError):
         table = pyarrow.csv.read_csv(path)
@@ -197,7 +234,7 @@ def _as_shown(names: Sequence[str]) -> list[str]:
     return [f"column {number}" for number in range(1, len(names) + 1)]
 
 
-def _table(path: Path, table: pa.Table) -> _Read:
+def _table(path: Path, table: pa.Table) -> _Content:
     """One column of lists, or a column for each number; `size` and `encoder` stand apart."""
     sizes, encoder = None, None
     columns: list[NDArray[Any]] = []
@@ -220,7 +257,7 @@ def _table(path: Path, table: pa.Table) -> _Read:
             raise DataError(f"{place} holds {what} and not numbers; remove it")
     if not columns:
         raise DataError(f"{path}: has no column of numbers")
-    return np.concatenate(columns, axis=1), sizes, encoder
+    return _Content(np.concatenate(columns, axis=1), sizes, encoder)
 
 
 def _one_encoder(path: Path, place: str, column: pa.ChunkedArray) -> str | None:

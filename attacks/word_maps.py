@@ -25,7 +25,7 @@ from securefl.release import Claim
 
 Single = NDArray[np.float32]
 
-GROUPS = 4096
+GROUPS = 2048
 VOCABULARY = 8192
 
 _PENALTIES = (0.01, 0.1, 1.0, 10.0, 1e6)
@@ -110,6 +110,14 @@ def frame(texts: Sequence[Ids], special: frozenset[int]) -> tuple[Ids, Ids]:
     return ends[0].copy(), ends[1][::-1].copy()
 
 
+def by_frequency(texts: Sequence[Ids], special: frozenset[int]) -> Ids:
+    """The content tokens of some texts, the most frequent first."""
+    counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *texts]))
+    counts[[token for token in special if token < len(counts)]] = 0
+    frequent = np.argsort(-counts, kind="stable").astype(np.int64)
+    return frequent[counts[frequent] > 0]
+
+
 def _bags(texts: Sequence[Ids], places: Ids, special: frozenset[int]) -> sparse.csr_array:
     """(m, c) how often a text has each token of the vocabulary; places: (V,) its column, or -1."""
     columns = [places[ids[~np.isin(ids, list(special))]] for ids in texts]
@@ -144,14 +152,11 @@ def fit(
     if len(rows) != len(texts):
         raise SecureflError(f"{len(rows)} auxiliary vectors for {len(texts)} auxiliary texts")
     fitted, held = split(len(rows), float(sizes.max(initial=1.0)), rng)
-    counts = np.bincount(np.concatenate([np.zeros(0, np.int64), *texts]))
-    counts[[token for token in special if token < len(counts)]] = 0
-    frequent = np.argsort(-counts, kind="stable")[:VOCABULARY].astype(np.int64)
-    frequent = frequent[counts[frequent] > 0]
+    frequent = by_frequency(texts, special)[:VOCABULARY]
     if not len(frequent):
         raise NotEnough("the auxiliary text has no content tokens")
     vocabulary = np.sort(frequent)
-    columns = np.full(len(counts), -1, np.int64)
+    columns = np.full(1 + max(int(ids.max(initial=0)) for ids in texts), -1, np.int64)
     columns[vocabulary] = np.arange(len(vocabulary))
     bags = _bags(texts, columns, special)
     inner = np.array([max(1, int((~np.isin(ids, list(special))).sum())) for ids in texts], np.float64)

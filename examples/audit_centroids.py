@@ -48,8 +48,7 @@ from attacks.one_run import audit_sums
 from attacks.token_scores import overlap
 from attacks.token_study import recall_grid
 from securefl.centroid_privacy import clip_rows
-from securefl.config import parse_config
-from securefl.data import load_corpus
+from securefl.data import load_texts
 from securefl.files import write_atomic
 from securefl.models import Slm, load_slm
 from securefl.privacy import noise_source
@@ -283,26 +282,6 @@ class Cells:
         ]
 
 
-def load_texts(options: argparse.Namespace) -> list[str]:
-    """All rows of both sources, in a seeded order, without a text twice."""
-    config = parse_config(
-        {
-            "federation": {"method": "standalone", "rounds": 1, "seed": 0},
-            "data": {
-                "train": options.train,
-                "test": options.test,
-                "pool_rows": 0,
-                "split": {"by": "dirichlet", "silos": 2, "alpha": 1e6},
-            },
-            "slm": {"models": [options.model]},
-        }
-    )
-    corpus = load_corpus(config)
-    parts = [*corpus.train.values(), *corpus.validation.values(), corpus.test]
-    texts = list(dict.fromkeys(text for part in parts for text in part.texts))
-    return [texts[row] for row in np.random.default_rng(0).permutation(len(texts))]
-
-
 def load_vectors(slm: Slm, model: str, texts: Sequence[str], out: Path) -> Vectors:
     """Pooled vectors at length 1, computed once."""
     key = hashlib.sha256(json.dumps([model, slm.max_length, *texts]).encode()).hexdigest()[:16]
@@ -328,7 +307,7 @@ def measure(options: argparse.Namespace, cells: Cells, sizes: Sizes) -> None:
             cells.measure("one-run/4", seed, partial(one_run, 4.0, sizes, seed))
     if not {"membership", "tokens", "bag"} & set(options.parts):
         return
-    texts = load_texts(options)
+    texts = load_texts(options.train, options.test)
     slm = load_slm(options.model, ["a", "b"], max_length=64, train_embeddings=False, seed=0)
     if "membership" in options.parts:
         vectors = load_vectors(slm, options.model, texts, options.out)

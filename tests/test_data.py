@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from securefl._builtin import in_test_part, load_builtin, normalise
 from securefl.config import parse_config
-from securefl.data import Corpus, Rows, dirichlet_split, load_corpus, load_silo
+from securefl.data import Corpus, Rows, dirichlet_split, load_corpus, load_silo, load_texts
 from securefl.errors import ConfigError, DataError
 
 SECRET = "the patient said so"  # no message may hold a row's text
@@ -543,3 +543,16 @@ def test_units_of_several_silos_are_counted() -> None:
 def test_white_space_does_not_make_another_patient(tmp_path: Path, value: str) -> None:
     with pytest.raises(DataError, match='column "patient" has white space around its value'):
         _silo(tmp_path, ["one,a,p1", f"two,b,{value}", "three,a,p2"], unit="patient")
+
+
+def test_texts_alone_come_from_both_sources_once_each(tmp_path: Path) -> None:
+    both = [("the same text", "c0"), ("the same text", "c0")]
+    train = write_csv(tmp_path / "train.csv", [*numbered("train", 60), *both])
+    test = write_csv(tmp_path / "test.csv", [*numbered("test", 20), *both])
+    texts = load_texts(str(train), str(test))
+    assert sorted(texts) == sorted(
+        {text for text, _ in [*numbered("train", 60), *numbered("test", 20), *both]}
+    )
+    assert texts == load_texts(str(train), str(test))
+    # In no order of the sources: a study that takes the first so many has some of both.
+    assert 5 <= sum(text.startswith("test") for text in texts[:41]) <= 15

@@ -32,7 +32,6 @@ from securefl.release import GaussianSums, PayloadKind
 
 NAME = "embedding inversion, learned decoder"
 MOST = 8
-_GROUPS = 2048
 _RANDOM = 20
 
 Run = Callable[[Evidence, Book, Progress], None]
@@ -154,7 +153,7 @@ def by_size(
         try:
             reader = word_maps.fit(
                 auxiliary, exposed.auxiliary, target.sizes[chosen], target.claim, exposed.special, rng,
-                cells=cells, groups=_GROUPS,
+                cells=cells,
             )  # fmt: skip
         except NotEnough as small:
             why = small

@@ -14,7 +14,7 @@ from attacks.attack import Attack, lacks
 from attacks.bench.decoder import by_size, expose, smallest_clusters, text_figures
 from attacks.dictionary import Ids
 from attacks.evidence import Scene
-from attacks.inversion import BUDGET, Relaxed
+from attacks.inversion import BUDGET, STEPS, Relaxed
 from attacks.judgement import Book
 from attacks.membership import Vectors
 from attacks.propositions import proposition_2
@@ -24,8 +24,6 @@ from securefl.release import PayloadKind
 from securefl.training import embed
 
 NAME = "embedding inversion, white box"
-# The relaxation costs as much as the exchanges and adds little, so it gets half of its usual steps here.
-_STEPS = 150
 _BOUNDS = 2
 _PAIRS_OF = 200
 
@@ -40,7 +38,7 @@ def _attack(scene: Scene, book: Book) -> None:
     def read(
         reader: Reader, centroids: Vectors, places: Ids, rng: np.random.Generator
     ) -> tuple[list[Ids], Vectors]:
-        found = inversion.invert(slm, reader, centroids, rng, steps=_STEPS, budget=BUDGET, unit=exposed.unit)
+        found = inversion.invert(slm, reader, centroids, rng, steps=STEPS, budget=BUDGET, unit=exposed.unit)
         measured.extend((int(place), reader, found.relaxed, i) for i, place in enumerate(places))
         return found.tokens, found.cosines
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attacks import membership, pool_search
 from attacks.adversary import POOL, NotEnough
@@ -18,7 +19,7 @@ from attacks.bounds import auc, auc_interval, mu_of_auc, replace_one_mu
 from attacks.evidence import Evidence, Scene, check_truth
 from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Proportion, at
 from attacks.judgement import Book
-from attacks.membership import Background, Target, Vectors, fit_background
+from attacks.membership import Background, Target, fit_background
 from attacks.pool_search import Ranking, Retrieval, decompose, rank, recall_cap, retrieve
 from attacks.runs import Recorded, Texts
 from securefl.errors import ProtocolError
@@ -42,7 +43,7 @@ def _attack(scene: Scene, book: Book) -> None:
     # Identical texts would tie and share their weight, so each stands in the pool once.
     place = {text: i for i, text in enumerate(dict.fromkeys((*scene.rows.texts, *scene.controls.texts)))}
     texts = tuple(place)
-    pool = scene.pooled(Texts(texts, texts, ("",) * len(texts)))
+    pool = scene.vectors(Texts(texts, texts, ("",) * len(texts)))
     behind = [sorted({place[scene.rows.texts[row]] for row in group}) for group in scene.groups]
     members = np.array(sorted({row for group in behind for row in group}), np.int64)
     strangers = np.setdiff1d([place[text] for text in scene.controls.texts], members)
@@ -50,7 +51,7 @@ def _attack(scene: Scene, book: Book) -> None:
                         ("other texts are in the pool", len(strangers))):  # fmt: skip
         if count < MIN_TRIALS:
             raise NotEnough(f"{count} {what}, {MIN_TRIALS} are needed")
-    target, auxiliary = as_seen(scene, scene.release), scene.pooled(scene.auxiliary)
+    target, auxiliary = as_seen(scene, scene.release), scene.vectors(scene.auxiliary)
     background = fit_background(auxiliary, target)
     ranking = rank(pool, target, background, auxiliary)
     order = ranking.order()
@@ -76,7 +77,7 @@ def _attack(scene: Scene, book: Book) -> None:
 
 
 def _together(
-    pool: Vectors,
+    pool: NDArray[np.float32],
     ranking: Ranking,
     target: Target,
     background: Background,
@@ -102,10 +103,10 @@ def _together(
 
 def _encoder_alone(
     scene: Scene,
-    pool: Vectors,
+    pool: NDArray[np.float32],
     target: Target,
     background: Background,
-    auxiliary: Vectors,
+    auxiliary: NDArray[np.float32],
     members: pool_search.Indices,
     strangers: pool_search.Indices,
 ) -> float:
@@ -177,7 +178,7 @@ def _blind(scene: Scene, book: Book) -> None:
     no vector names itself says nothing of what could be read with more, and is no figure.
     """
     texts = tuple(dict.fromkeys(scene.auxiliary.texts))
-    pool = scene.pooled(Texts(texts, texts, ("",) * len(texts)))
+    pool = scene.vectors(Texts(texts, texts, ("",) * len(texts)))
     target = as_seen(scene, scene.release)
     if isinstance(target.claim, GaussianSums):
         raise NotEnough(
@@ -194,10 +195,10 @@ def _blind(scene: Scene, book: Book) -> None:
     known = getattr(scene.evidence.source, "sizes_known", True)
     named: dict[int, list[int]] = {}
     invented = 0
+    background = fit_background(pool, target)
     for size in (0,) if known else range(1, _MOST_ROWS + 1):
         # The sizes of the file, or one after the other where it has none.
         aim = target if known else replace(target, sizes=np.full(count, float(size)))
-        background = fit_background(pool, aim)
         _check_encoder(scene, aim, background)
         for vector, rows in _certain(pool, aim, background).items():
             named.setdefault(vector, rows)
@@ -231,7 +232,7 @@ def _blind(scene: Scene, book: Book) -> None:
     )
 
 
-def _certain(pool: Vectors, target: Target, background: Background) -> dict[int, list[int]]:
+def _certain(pool: NDArray[np.float32], target: Target, background: Background) -> dict[int, list[int]]:
     """The vectors that are sums of texts of the pool beyond doubt, with the texts."""
     ranking = rank(pool, target, background, pool)
     found = {}

@@ -93,7 +93,7 @@ def text_checks(rng: np.random.Generator) -> Iterator[Check]:
         return embed(coded.slm, texts, "pooled")
 
     proposer = zero_shot.Proposer(*tiny_models.language_model(coded.words, width=32, max_length=16, seed=0))
-    box = zero_shot.Box(encode, proposer, zero_shot.centre_of(encode(proposer.write(32, 4, rng))))
-    effort = zero_shot.Effort(beams=4, proposals=20, steps=6, top_p=1.0, weight=0.0)
+    box = zero_shot.acquainted(encode, proposer, rng, tokens=4)
+    effort = zero_shot.Effort(beams=4, proposals=20, steps=6, top_p=1.0, looked_at=256, weight=0.0)
     written = [zero_shot.search(box, vector, rng, effort=effort).texts[0] for vector in coded.vectors[:4]]
     yield from coded.checks("inversion (10), zero-shot", token_ids(coded.slm, written))

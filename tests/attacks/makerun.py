@@ -37,7 +37,8 @@ class Recipe:
     """layer: "pooled" or "embeddings". noise: None for exact means. random_groups: no k-means.
 
     per_unit: rows of one unit of privacy, in turn. rounds: in which centroids are shared, from the second on.
-    info: overrides of the release's public facts. fault "no noise" or "half the noise": the claim of a
+    info, slm: overrides of the release's public
+    facts and of the configuration. fault "no noise" or "half the noise": the claim of a
     mechanism, and exact sums or half the noise.
     spoil: what a silo does to a release before it leaves, unknown to its ledger's kind and claim.
     """
@@ -55,6 +56,7 @@ class Recipe:
     seed: int = 0
     rounds: int = 1
     info: dict[str, Any] = field(default_factory=dict)
+    slm: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
     spoil: Callable[[Release], Release] = lambda release: release
 
@@ -98,7 +100,7 @@ def _config(slm: Slm, recipe: Recipe) -> dict[str, Any]:
     document = {
         "federation": {"method": recipe.method, "rounds": 1 + recipe.rounds, "seed": recipe.seed},
         "data": {"train": "a.csv", "test": "b.csv"},
-        "slm": {"models": [slm.name], "max_length": slm.max_length},
+        "slm": {"models": [slm.name], "max_length": slm.max_length, **recipe.slm},
         "fedkc": {"clusters": recipe.clusters, "compose": recipe.layer},
         "protection": {"models": "sealed"},
     }

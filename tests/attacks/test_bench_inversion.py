@@ -54,7 +54,7 @@ def single(slm: Slm, tmp_path_factory: pytest.TempPathFactory) -> Evidence:
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "BUDGET", BUDGET)
     monkeypatch.setattr(inversion, "BUDGET", BUDGET)
-    monkeypatch.setattr(inversion, "_STEPS", 30)
+    monkeypatch.setattr(inversion, "STEPS", 30)
     monkeypatch.setattr(zero_shot, "_MOST", 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from attacks.evidence import Evidence
 from attacks.figures import Figure
 from attacks.judgement import Book
 from attacks.runs import Run
+from attacks.vector_cache import VectorCache
 from securefl.models import Slm, load_slm
 from securefl.privacy import gaussian_epsilon
 from tests import tiny
@@ -75,6 +77,18 @@ def test_a_pool_gives_up_every_row_of_exact_clusters(exact: Evidence) -> None:
         assert set(f.texts[:10]) <= set(exact.source.rows(f.silo).texts)
     ranking = of(book, pool.RANKING, "recall")
     assert all(f.measure.value > f.baseline for f in ranking)
+
+
+def test_a_pool_on_disk_gives_up_the_same(
+    exact: Evidence, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SECUREFL_CACHE", str(tmp_path))
+    monkeypatch.setattr("attacks.evidence.VectorCache", partial(VectorCache, in_memory=0))
+    on_disk = found_by(bench.pool.ATTACK, Evidence(exact.source)).figures
+    assert (tmp_path / "securefl").is_dir()
+    in_memory = found_by(bench.pool.ATTACK, exact).figures
+    assert [f.measure for f in on_disk] == [f.measure for f in in_memory]
+    assert [f.texts for f in on_disk] == [f.texts for f in in_memory]
 
 
 def test_texts_are_counted_unless_they_are_asked_for(exact: Evidence) -> None:

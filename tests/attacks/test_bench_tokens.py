@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from attacks.bench import tokens
+from attacks.bench import token_figures, token_settings, tokens
 from attacks.evidence import Evidence
 from attacks.figures import Figure, Proportion
 from attacks.judgement import Book
@@ -66,7 +67,8 @@ def test_clusters_of_many_texts_are_left_out(slm: Slm, tmp_path: Path) -> None:
 
 def test_noised_rounds_of_the_same_rows_are_averaged(slm: Slm, tmp_path: Path) -> None:
     recipe = Recipe(layer="embeddings", clusters=3, noise=0.01, clip=100.0, rounds=4)
-    figures = [f for f in found(slm, tmp_path, recipe) if f.metric == "token_f1" and f.silo == "silo-1"]
+    every = [f for f in found(slm, tmp_path, recipe) if f.metric == "token_f1" and f.silo == "silo-1"]
+    figures = [f for f in every if f.attack == token_figures.NAME]
     together = [f for f in figures if "average of" in f.target]
     assert len(figures) == 5
     assert len(together) == 1
@@ -74,3 +76,24 @@ def test_noised_rounds_of_the_same_rows_are_averaged(slm: Slm, tmp_path: Path) -
     assert together[0].target[-8:] in ("4 rounds", "3 rounds")
     alone = np.mean([f.measure.value for f in figures if f not in together])
     assert together[0].measure.value > alone + 0.05
+
+
+def test_a_trained_table_is_read_by_who_has_only_the_public_one(slm: Slm, tmp_path: Path) -> None:
+    trained = load_slm(slm.name, ["a", "b"], max_length=8, train_embeddings=True, seed=0)
+    words = trained.model.get_input_embeddings().weight
+    with torch.no_grad():
+        words += 0.2 * words.std() * torch.randn(words.shape, generator=torch.Generator().manual_seed(3))
+    recipe = Recipe(layer="embeddings", clusters=6, random_groups=True, slm={"train_embeddings": True})
+    figures = found(trained, tmp_path, recipe)
+    public = [f for f in figures if f.attack == token_settings.TABLE]
+    assert len(public) == 2
+    known = {f.silo: f for f in figures if f.attack == token_figures.NAME and f.metric == "token_f1"}
+    for f in public:
+        assert f.adversary.role == "outsider"
+        assert f.baseline + 0.2 < f.measure.value <= known[f.silo].measure.value == 1.0
+        assert f.measure.value >= f.details["f1_without_correcting_the_table"] - 0.02
+    # Where the table is the public one there is nothing to correct.
+    plain = found(slm, tmp_path / "plain", Recipe(layer="embeddings", clusters=6, random_groups=True))
+    assert not [f for f in plain if f.attack == token_settings.TABLE]
+    withheld = [f for f in plain if f.attack == token_settings.SIZES]
+    assert [f.details["sizes_right"] for f in withheld] == [1.0, 1.0]

@@ -208,3 +208,9 @@ def test_bad_targets_and_answers_are_refused(single: tuple[Reader, list[Ids], De
                 ask(own[:2]),
                 np.random.default_rng(0),
             )
+
+
+def test_tokens_by_falling_frequency_without_the_special_ones() -> None:
+    texts = [np.array([START, 7, 5, 7, END]), np.array([START, 7, 9, 9, END])]
+    assert word_maps.by_frequency(texts, frozenset({START, END})).tolist() == [7, 9, 5]
+    assert word_maps.by_frequency([], SPECIAL).tolist() == []

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from attacks import bench, cli
 from attacks.audit import audit_elsewhere
-from attacks.bench import pool
+from attacks.bench import pool, token_figures, token_settings
 from attacks.elsewhere import Columns, Elsewhere, read_claim
 from attacks.evidence import Evidence
 from attacks.findings import Audit
@@ -103,6 +103,55 @@ def test_embeddings_of_single_texts(made: Path, tmp_path: Path) -> None:
     found = audited(one, tmp_path / "out", 1, 8)
     assert {f.value for f in found.findings if f.metric == "auc" and "ratio" in f.attack} == {1.0}
     assert found.releases[0].rows_per_centroid == [1.0] * 60
+
+
+def _layered(made: Path) -> None:
+    """Means of an embedding layer's outputs at each position, in a file that states sizes, and one that does
+    not."""
+    slm = load_slm(str(made / "encoder"), ["a", "b"], max_length=12, train_embeddings=False, seed=0)
+    vectors, mask = embed(slm, [text for text, _ in ROWS[:60]], "embeddings")
+    there = np.stack([mask[g == GROUPS].sum(0) for g in range(12)])
+    means = np.stack([vectors[g == GROUPS].sum(0) for g in range(12)]) / np.maximum(there, 1)[..., None]
+    sizes = np.full(12, 5.0)
+    tensors = {"centroids": means.astype(np.float32), "mask": (there > 0).astype(np.float32), "sizes": sizes}
+    save_file(tensors, made / "layered.safetensors")
+    np.save(made / "layered.npy", means.astype(np.float32))
+
+
+def test_centroids_of_an_embedding_layer_are_read_token_by_token(made: Path, tmp_path: Path) -> None:
+    _layered(made)
+    found = audited(source(made, "layered.safetensors", max_length=None), tmp_path / "out", 2)
+    assert {release.kind for release in found.releases} == {"embedding-centroids"}
+    values = {(f.attack, f.metric): f for f in found.findings if " of 12" not in f.target}
+    assert values[(token_figures.NAME, "token_f1")].value == 1.0
+    withheld = values[(token_settings.SIZES, "token_f1")]
+    assert withheld.value == 1.0
+    assert withheld.details["sizes_right"] == 1.0
+    assert withheld.control is not None
+    assert withheld.control < 0.9
+    with pytest.raises(UsageError, match="has 12 positions"):
+        source(made, "layered.npy", max_length=10)
+    with pytest.raises(UsageError, match="normalised"):
+        source(made, "layered.npy", max_length=None, normalised=True)
+
+
+@pytest.mark.parametrize("name", ["layered.safetensors", "layered.npy"])
+def test_positions_that_add_up_need_no_rows(made: Path, tmp_path: Path, name: str) -> None:
+    _layered(made)
+    blind = {"rows": None, "columns": Columns(), "max_length": None}
+    found = audited(source(made, name, **blind), tmp_path / "out", 2)
+    (read,) = found.findings
+    assert (read.attack, read.metric, read.value) == (token_settings.BLIND, "positions_read", 1.0)
+    assert read.control == 0.0
+    assert read.details["rows"] == 5.0
+    # Of another encoder's table nothing adds up, which is no score of 0; nor does anything under noise.
+    other = str(tiny.make_encoder(tmp_path / "other", width=64, seed=5))
+    nothing = audited(source(made, name, encoder=other, **blind), tmp_path / "nothing", 2)
+    assert not nothing.findings
+    assert any("not known without the rows" in entry.why for entry in nothing.not_run)
+    claim = made / "claim.json"
+    noised = audited(source(made, name, claim=claim, **blind), tmp_path / "noised", 2)
+    assert any("give the rows" in entry.why for entry in noised.not_run)
 
 
 def test_a_claim_caps_what_is_found_and_other_rows_are_refused(made: Path, tmp_path: Path) -> None:

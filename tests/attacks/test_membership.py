@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
+from scipy.spatial.distance import cdist
 from scipy.stats import multivariate_normal
+from sklearn.covariance import LedoitWolf
 from sklearn.metrics import roc_auc_score
 
 from attacks import bounds, membership
@@ -199,3 +205,89 @@ def test_no_row_in_a_released_cell_gives_no_score(members: int) -> None:
     assert [len(side) for side in scores.ratio] == [0, 20 if members == 0 else 0]
     assert [len(side) for side in scores.dot] == [0, 20 if members == 0 else 0]
     assert scores.encoder_alone == (0.5, 0.0, 1.0)
+
+
+def three_seeds(rng: np.random.Generator) -> tuple[Target, membership.Vectors]:
+    """Clipped rows around three public seeds, the centroids of the last two of which were released."""
+    seeds = np.stack([np.full(WIDTH, at) for at in (-4.0, 0.0, 4.0)])
+    auxiliary = np.concatenate(
+        [rows(count, rng) + seed for count, seed in zip((40, 60, 51), seeds, strict=True)]
+    )
+    terms = claim(0.1, 12.0)
+    means = [clip_rows(part, terms.clip).mean(0) for part in np.split(auxiliary, [40, 100])]
+    return Target(np.stack(means[1:]), np.array([8.0, 8.0]), terms, seeds), auxiliary
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 7, 64, 1000])
+def test_cells_in_chunks_are_those_of_one_piece(rows_at_once: int) -> None:
+    target, auxiliary = three_seeds(np.random.default_rng(10))
+    chunk = rows_at_once * WIDTH
+    assert target.seeds is not None
+    nearest = cdist(auxiliary, target.seeds).argmin(1)
+    assert membership.released_by(target, auxiliary, chunk).tolist() == [-1, 0, 1]
+    found = membership.assign(auxiliary.astype(np.float32), target, auxiliary, chunk)
+    assert found.tolist() == (nearest - 1).tolist()
+    every = replace(target, seeds=None)
+    found = membership.assign(auxiliary, every, auxiliary, chunk)
+    assert found.tolist() == cdist(auxiliary, every.centroids).argmin(1).tolist()
+    # More centroids than a chunk has numbers.
+    many = Target(rows(3 * chunk if rows_at_once == 1 else 9, np.random.default_rng(11)), np.ones(1), PLAIN)
+    found = membership.assign(auxiliary, many, auxiliary, chunk)
+    assert found.tolist() == cdist(auxiliary, many.centroids).argmin(1).tolist()
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 7, 64, 1000])
+@pytest.mark.parametrize("grouped", ["withheld", "seeds", "nearest", "anywhere"])
+def test_a_background_from_chunks_is_that_of_one_piece(grouped: str, rows_at_once: int) -> None:
+    """Written out here once more: means shrunk as if 30 rows more were overall ones, sklearn's covariance."""
+    target, auxiliary = three_seeds(np.random.default_rng(12))
+    cells = np.repeat([-1, 0, 1], [40, 60, 51])
+    if grouped == "seeds":
+        assert target.seeds is not None
+        target, cells = replace(target, centroids=target.seeds, sizes=np.full(3, 8.0)), cells + 1
+    elif grouped != "withheld":
+        target = replace(target, seeds=None, claim=PLAIN, anywhere=grouped == "anywhere")
+        cells = cdist(auxiliary, target.centroids).argmin(1)
+    used = auxiliary if target.claim == PLAIN else clip_rows(auxiliary, 12.0)
+    found = membership.fit_background(auxiliary, target, rows_at_once * WIDTH)
+    np.testing.assert_allclose(found.overall, used.mean(0), rtol=1e-9)
+    for cell in range(len(target.centroids)):
+        own = used[:0] if target.anywhere else used[cells == cell]
+        more = len(used) if target.anywhere else 30
+        expected = (own.sum(0) + more * used.mean(0)) / (len(own) + more)
+        np.testing.assert_allclose(found.means[cell], expected, rtol=1e-9)
+        assert found.support[cell] == len(own) + more
+    covariance = LedoitWolf().fit(used).covariance_
+    again = found.basis * found.variances @ found.basis.T
+    np.testing.assert_allclose(again, covariance, rtol=1e-9, atol=1e-9 * covariance.max())
+
+
+def test_a_background_of_vectors_on_disk_takes_bounded_memory(tmp_path: Path) -> None:
+    """A float64 copy of the 5.8 MB would be 11.5; one chunk has 16 thousand numbers."""
+    rng, count = np.random.default_rng(13), 60_000
+    auxiliary = np.memmap(tmp_path / "aux.f32", np.float32, "w+", shape=(count, WIDTH))
+    auxiliary[:] = rows(count, rng)
+    target, _ = three_seeds(rng)
+    tracemalloc.start()
+    try:
+        for terms in (target, replace(target, seeds=None, anywhere=True)):
+            membership.fit_background(auxiliary, terms, 2**14)
+        assert tracemalloc.get_traced_memory()[1] < 12 * 8 * 2**14
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 7, 50, 1000])
+def test_what_is_broken_in_a_later_chunk_is_refused(rows_at_once: int) -> None:
+    target, good = three_seeds(np.random.default_rng(14))
+    for value in (np.nan, np.inf, -np.inf):
+        broken = good.astype(np.float32)
+        broken[-1, 3] = value
+        with pytest.raises(SecureflError, match="auxiliary text hold NaN or infinity"):
+            membership.fit_background(broken, target, rows_at_once * WIDTH)
+    same = np.tile(good[0], (151, 1))
+    with pytest.raises(SecureflError, match="auxiliary text are all the same"):
+        membership.fit_background(same, target, rows_at_once * WIDTH)
+    # Constant within every chunk, but not over all of them: an odd pool, and no broken encoder.
+    same[-1] += 1
+    membership.check_rows(same, "a test", rows_at_once * WIDTH)

@@ -70,6 +70,25 @@ def test_chunks_give_the_scores_of_one_piece(terms: Claim) -> None:
     assert (np.diff(expected[order]) <= 1e-9).all()
 
 
+@pytest.mark.parametrize("terms", [PLAIN, claim(0.3)])
+def test_chunks_of_a_pool_that_may_be_behind_any_centroid(terms: Claim) -> None:
+    """The largest of the ratios against each centroid by itself, also where they are more than numbers."""
+    rng = np.random.default_rng(3)
+    pool, auxiliary = rows(211, rng).astype(np.float32), rows(300, rng)
+    sizes = rng.integers(1, 9, 90).astype(float)
+    centroids = np.stack([pool[rng.permutation(211)[: int(n)]].astype(float).mean(0) for n in sizes])
+    target = Target(centroids, sizes, terms, anywhere=True)
+    background = membership.fit_background(auxiliary, target)
+    whole = pool.astype(float)
+    ratios = np.stack(
+        [membership.likelihood_ratios(whole, np.full(211, c), target, background) for c in range(90)]
+    )
+    for chunk in (7 * WIDTH, 100 * 90, 2**20):
+        found = pool_search.rank(pool, target, background, auxiliary, chunk)
+        assert found.scores == pytest.approx(ratios.max(0), rel=1e-9)
+        assert found.cells.tolist() == ratios.argmax(0).tolist()
+
+
 def test_a_withheld_cell_ranks_last() -> None:
     rng = np.random.default_rng(1)
     seeds = np.stack([np.full(WIDTH, -20.0), np.full(WIDTH, 20.0)])
@@ -236,12 +255,13 @@ def test_bad_input_is_refused() -> None:
         rank(game.pool[:0])
     with pytest.raises(SecureflError, match="another width"):
         rank(game.pool[:, 1:])
-    with pytest.raises(SecureflError, match="would mean nothing"):
+    with pytest.raises(SecureflError, match="pool are all the same, so the audit would mean nothing"):
         rank(np.ones_like(game.pool))
-    for value in (np.nan, np.inf):
-        broken = game.pool.copy()
-        broken[45, 3] = value
-        with pytest.raises(SecureflError, match="would mean nothing"):
+    # In the middle of a chunk, and alone in the last one.
+    for value, row in ((np.nan, 45), (np.inf, 45), (np.nan, 60), (-np.inf, 60)):
+        broken = np.concatenate([game.pool, game.pool[:1]])
+        broken[row, 3] = value
+        with pytest.raises(SecureflError, match="hold NaN or infinity, so the audit would mean nothing"):
             rank(broken)
 
 

@@ -72,6 +72,43 @@ def test_every_format_gives_the_same_numbers(
     assert found.encoder == encoder
 
 
+LAYERED = np.random.default_rng(1).standard_normal((4, 6, 3)) * (np.arange(6) < 5)[None, :, None]
+
+
+def test_an_embedding_layers_positions_and_their_mask(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", LAYERED)
+    found = read_vectors(tmp_path / "a.npy")
+    np.testing.assert_array_equal(found.vectors, LAYERED)
+    assert found.mask is not None
+    assert found.mask.tolist() == [[1, 1, 1, 1, 1, 0]] * 4
+    shorter = np.tile(np.arange(6) < 2, (4, 1)).astype(np.float32)
+    save_file({"centroids": LAYERED, "mask": shorter, "sizes": SIZES[:4]}, tmp_path / "a.safetensors")
+    found = read_vectors(tmp_path / "a.safetensors")
+    assert found.mask is not None
+    assert found.mask.tolist() == shorter.tolist()
+    assert not found.vectors[:, 2:].any()
+    assert found.vectors[:, :2].tolist() == LAYERED[:, :2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("vectors", "mask", "says"),
+    [
+        (LAYERED, np.ones((4, 5)), "mask: must be 0 or 1 for each of 4 x 6"),
+        (LAYERED, np.full((4, 6), 0.5), "mask: must be 0 or 1"),
+        (LAYERED, np.full((4, 6), np.nan), "mask: must be 0 or 1"),
+        (LAYERED, np.zeros((4, 6)), "row 1 has no position"),
+        (LAYERED * np.array([1, 0, 1, 1])[:, None, None], None, "row 2 has no position"),
+        (np.where(np.arange(3) == 2, np.nan, LAYERED), None, "row 1 holds NaN"),
+        (LAYERED[None], None, "holds 1 x 4 x 6 x 3"),
+    ],
+)
+def test_positions_that_are_none_are_refused(tmp_path: Path, vectors: Any, mask: Any, says: str) -> None:
+    tensors = {"centroids": np.ascontiguousarray(vectors)}
+    save_file(tensors if mask is None else {**tensors, "mask": mask}, tmp_path / "a.safetensors")
+    with pytest.raises(DataError, match=says):
+        read_vectors(tmp_path / "a.safetensors")
+
+
 def _nan(path: Path) -> None:
     broken = VECTORS.copy()
     broken[2, 1] = np.nan

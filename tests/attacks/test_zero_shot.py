@@ -12,7 +12,7 @@ import torch
 from attacks import zero_shot
 from attacks.adversary import NotEnough
 from attacks.membership import Vectors
-from attacks.zero_shot import Box, Effort, Found, Proposer, search, text_scores
+from attacks.zero_shot import Box, Effort, Found, Proposer, acquainted, best_scores, search, text_scores
 from securefl.errors import SecureflError
 from securefl.models import load_llm
 from tests import tiny
@@ -150,3 +150,17 @@ def test_a_model_without_a_beginning_needs_a_prompt(tmp_path: Path) -> None:
         Box(encode, Proposer(model, tokenizer, "a text:")), encode(["sea"])[0], np.random.default_rng(0),
         effort=Effort(beams=2, proposals=20, steps=3),
     ).texts  # fmt: skip
+
+
+def test_of_several_texts_the_best_matching_one_counts() -> None:
+    found = best_scores(["a b c d", "x"], [["a y", "a b c", "z"], ["w"]])
+    # Three of four words in order, all three of the text's: 2 (3/4) 1 / (3/4 + 1).
+    assert found.rouge_l.tolist() == pytest.approx([6 / 7, 0])
+    assert found.bleu[0] == text_scores(["a b c d"], ["a b c"]).bleu[0] > found.bleu[1]
+
+
+def test_a_box_sees_cosines_from_the_mean_of_what_the_model_writes(proposer: Proposer) -> None:
+    box = acquainted(encode, proposer, np.random.default_rng(3), texts=16, tokens=5)
+    centre = encode(proposer.write(16, 5, np.random.default_rng(3))).mean(0)
+    aim = encode(["a sea"])[0] - centre
+    np.testing.assert_allclose(box.aim(encode(["a sea"])[0]), aim / np.linalg.norm(aim))

@@ -1,0 +1,189 @@
+"""Attack 2 by who knows less: sizes withheld, only the public token table, no rows to score by.
+
+The figures stand beside those of the adversary who knows sizes and table, over all centroids of a release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from attacks import dictionary, moved_table, token_scores, token_sizes, tokens
+from attacks.adversary import TOKENS, Adversary, NotEnough
+from attacks.bench.token_figures import NAME, UNBOUNDED, TokenScene
+from attacks.evidence import Scene
+from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Proportion, Ratio, at
+from attacks.judgement import Book
+from attacks.runs import centroid_info
+from securefl.errors import ProtocolError
+from securefl.models import load_slm
+from securefl.release import GaussianSums
+
+SIZES = f"{NAME}, sizes withheld"
+TABLE = f"{NAME}, with the public table only"
+BLIND = f"{NAME}, positions that prove themselves"
+
+_SHOWN = 8
+_NO_SIZES = replace(TOKENS, knowledge=TOKENS.knowledge[:2])
+_PUBLIC = replace(TOKENS, role="outsider")
+# Of two centroids in one that is the mean of no few tokens: what adds up by chance.
+_MIXED = 0.37
+
+
+def sizes_withheld(one: TokenScene, prior: dictionary.Prior, auxiliary: Sequence[str]) -> list[Figure]:
+    """The clusters of up to 16 rows, read without their sizes. Nothing where noise leaves nothing to read."""
+    small = [c for c, texts in enumerate(one.texts) if len(texts) <= token_sizes.MOST]
+    if not small or one.rounds > 1:
+        return []
+    target = replace(
+        one.target,
+        centroids=one.target.centroids[small],
+        mask=one.target.mask[small],
+        sizes=np.ones(len(small), np.float32),
+    )
+    slm = one.scene.slm
+    if not tokens.readable(slm, target, prior, auxiliary):
+        return []
+    found = token_sizes.estimate_sizes(slm, target, prior, auxiliary)
+    read = tokens.recover(slm, replace(target, sizes=found.sizes), prior, auxiliary)
+    true = np.rint(one.target.sizes[small])
+    details = {"sizes_right": float((found.sizes == true).mean())}
+    return _f1(one, SIZES, _NO_SIZES, small, read, prior, details)
+
+
+def public_table(one: TokenScene, prior: dictionary.Prior, auxiliary: Sequence[str]) -> list[Figure]:
+    """A release of a table that was trained, read by who has only the one from before. Raises NotEnough."""
+    scene = one.scene
+    info = centroid_info(scene.recorded, scene.release)
+    slm = load_slm(info.base, info.labels, max_length=info.max_length, train_embeddings=False, seed=0)
+    found = moved_table.recover_moved(slm, one.target, prior, auxiliary)
+    plain = tokens.recover(slm, one.target, prior, auxiliary)
+    special = dictionary.special_ids(slm)
+    details = {
+        "f1_without_correcting_the_table": token_scores.overlap(plain.tokens, one.truth, special).f1,
+        "table_still_off_by": found.slack[-1],
+    }
+    every = list(range(len(one.truth)))
+    return _f1(one, TABLE, _PUBLIC, every, found.recovered, prior, details)
+
+
+def _f1(
+    one: TokenScene,
+    name: str,
+    adversary: Adversary,
+    chosen: Sequence[int],
+    read: tokens.Recovered,
+    prior: dictionary.Prior,
+    details: dict[str, Any],
+) -> list[Figure]:
+    special = dictionary.special_ids(one.scene.slm)
+    truth, others = ([side[c] for c in chosen] for side in (one.truth, one.others))
+    counts = tokens.expected_counts(one.target, prior)[list(chosen)]
+    found, guess, control = (
+        token_scores.overlap(*pair, special)
+        for pair in ((read.tokens, truth), (tokens.guesses(prior, counts), truth), (read.tokens, others))
+    )
+    if found.true.sum() < MIN_TRIALS:
+        return []
+    return [
+        Figure(
+            attack=name,
+            number=2,
+            adversary=adversary,
+            target=f"{len(chosen)} embedding-layer centroids",
+            metric="token_f1",
+            measure=Ratio(
+                2 * found.hits,
+                found.true + found.guessed,
+                int(found.true.sum()),
+                int(one.rng.integers(2**31)),
+            ),
+            # Of who is told the sizes, so that not knowing them is no excuse.
+            baseline=guess.f1,
+            cap_reason=UNBOUNDED if isinstance(one.target.claim, GaussianSums) else NO_CLAIM,
+            bears_on=("inference", "linkability"),
+            control=control.f1 if control.true.sum() else None,
+            details={"recall": found.recall, "rows": float(one.target.sizes[list(chosen)].mean()), **details},
+            **at(one.scene.recorded, one.target.claim),
+        )
+    ]
+
+
+def blind(scene: Scene, book: Book) -> None:
+    """Where nobody says which rows are behind the centroids: the positions that tokens add up to exactly.
+
+    Sums of a few entries of a table of thousands do not add up by chance, so what does was read. As a control
+    centroids are mixed in pairs so that nothing adds up. Raises NotEnough where nothing does, which says
+    nothing of what could be read with more, and ProtocolError for vectors of another width.
+    """
+    slm, tensors = scene.slm, scene.release.tensors
+    centroids, mask, sizes = (np.asarray(tensors[n], np.float32) for n in ("centroids", "mask", "sizes"))
+    if isinstance(scene.release.claim, GaussianSums):
+        raise NotEnough(
+            "under noise no sum of tokens proves itself; give the rows behind the vectors (--rows)"
+        )
+    positions, width = centroids.shape[1:]
+    if width != dictionary.Layer(slm, positions).at(0, torch.zeros(1, dtype=torch.int64)).shape[1]:
+        raise ProtocolError(
+            f"{scene.recorded.path}: its vectors have another width than the embedding layer of the encoder"
+        )
+    auxiliary = scene.auxiliary.texts
+    known = dictionary.token_ids(slm, auxiliary)
+    prior = dictionary.fit_prior(known, positions, dictionary.vocabulary_size(slm))
+    target = tokens.Target(centroids, mask, sizes, scene.release.claim)
+
+    special = list(dictionary.special_ids(slm))
+
+    def read(aim: tokens.Target) -> tuple[tokens.Recovered, int, int]:
+        """What was read, at how many positions, of how many; those that all texts share do not count."""
+        if not getattr(scene.evidence.source, "sizes_known", True):
+            aim = replace(aim, sizes=token_sizes.estimate_sizes(slm, aim, prior, auxiliary).sizes)
+        found = tokens.recover(slm, aim, prior, auxiliary)
+        content = np.array([[not np.isin(ids, special).all() for ids in row] for row in found.tokens])
+        there = (aim.mask > 0) & ~(found.certain & ~content)
+        return found, int(found.certain[there].sum()), int(there.sum())
+
+    found, right, trials = read(target)
+    if not right:
+        raise NotEnough(
+            "nowhere do words of the encoder's table add up to a vector: they are means of too many texts, "
+            "or rounded, or the table was trained; what could be read is not known without the rows (--rows)"
+        )
+    other = np.roll(centroids, 1, axis=0)
+    mixed = replace(
+        target, centroids=_MIXED * centroids + (1 - _MIXED) * other, mask=mask * np.roll(mask, 1, 0)
+    )
+    control = None
+    if len(centroids) > 1 and mixed.mask.sum():
+        _, by_chance, of = read(mixed)
+        control = by_chance / max(1, of)
+    single = [c for c, row in enumerate(found.tokens) if len(row[0]) == 1 and found.certain[c].any()]
+    book.figures.append(
+        Figure(
+            attack=BLIND,
+            number=2,
+            adversary=TOKENS,
+            target=f"{len(centroids)} embedding-layer centroids",
+            metric="positions_read",
+            measure=Proportion(right, trials),
+            baseline=0.0,
+            cap_reason=NO_CLAIM,
+            bears_on=("singling_out", "inference", "linkability"),
+            control=control,
+            texts=tuple(
+                slm.tokenizer.decode(
+                    [int(ids[0]) for ids in found.tokens[c] if len(ids)], skip_special_tokens=True
+                )
+                for c in single[:_SHOWN]
+            ),
+            details={
+                "centroids": len(centroids),
+                "rows": float(np.mean([len(row[0]) for row in found.tokens])),
+            },
+            **at(scene.recorded, target.claim),
+        )
+    )
