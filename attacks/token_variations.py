@@ -72,7 +72,7 @@ class Study:
                     rng = np.random.default_rng([seed, k, 3])
                     members, others = draw(len(ids), k, self.groups, rng)
                     bench = _Bench(self, prior, ids, members, others, rng)
-                    for what, row in work(bench, k):
+                    for what, row in list(work(bench, k)):  # all of a cell, or none of it
                         cell = {"variation": name, "k": k, "seed": seed, "groups": len(members)}
                         yield cell | {"what": what, **row}
 

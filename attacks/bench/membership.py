@@ -78,7 +78,7 @@ def _attack(scene: Scene, book: Book) -> None:
         predictions = head_probabilities(scene.slm, vectors.astype(np.float32))
     measure_proposition(scene, vectors, predictions, book)
     controls = matched_controls(scene.rows.take(scene.members), scene.controls, rng)
-    target, auxiliary = as_seen(scene, scene.release), scene.pooled(scene.auxiliary)
+    target, auxiliary = as_seen(scene, scene.release), scene.vectors(scene.auxiliary)
     members = vectors[scene.members]
     scores = membership.attack(target, auxiliary, members, scene.pooled(controls), rng)
     game = Game(
