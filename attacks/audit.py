@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attacks.attack import Attack, Progress
 from attacks.audit_note import audit_note
-from attacks.audit_report import write_audit_report
+from attacks.audit_report import audit_page
 from attacks.bench import SUITE
 from attacks.context import accounts, channels, utility
 from attacks.elsewhere import Elsewhere
@@ -22,7 +22,7 @@ from attacks.kept import Kept, digest_of, make_folder
 from attacks.runs import CENTROIDS, Recorded, Run
 from attacks.signature import SIGNATURE
 from securefl.errors import UsageError
-from securefl.files import write_atomic
+from securefl.files import write_together
 
 
 def audit(
@@ -141,12 +141,19 @@ def audit_files(run_dir: Path | None, out: Path) -> tuple[str, str, str]:
 
 def _write(result: Audit, out: Path, names: tuple[str, str, str]) -> None:
     findings, report, note = names
+    # What was read back is to be kept as the rows are.
+    shown = any(finding.texts for finding in result.findings)
     make_folder(out)
     # A signature that is there is of other files than these.
     (out / SIGNATURE).unlink(missing_ok=True)
-    write_atomic(out / findings, (result.to_json() + "\n").encode())
-    write_audit_report(result, out / report)
-    write_atomic(out / note, audit_note(result).encode())
+    write_together(
+        {
+            out / findings: (result.to_json() + "\n").encode(),
+            out / report: audit_page(result),
+            out / note: audit_note(result).encode(),
+        },
+        0o600 if shown else 0o644,
+    )
 
 
 def _inventory(source: Source, one: Recorded) -> AuditedRelease:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from attacks.audit_opening import audit_summary, claim_against_shown, reasons
 from attacks.audit_rows import number_in, worst_rows
 from attacks.audit_words import (
+    ELSEWHERE,
     attack_words,
     audit_name,
     claim_in_game,
@@ -58,7 +59,9 @@ def _findings(name: str, audit: Audit) -> list[str]:
 
 def _read_back(audit: Audit) -> list[str]:
     """How many texts were read back, and where they stand."""
-    found = [number_in(f.details.get("texts_withheld")) or len(f.texts) for f in audit.findings]
+    # Where nothing was read above guessing what was put together is guesses.
+    leaks = [f for f in audit.findings if f.verdict != "none_shown"]
+    found = [number_in(f.details.get("texts_withheld")) or len(f.texts) for f in leaks]
     texts = int(sum(found))
     if not texts:
         return []
@@ -75,11 +78,14 @@ def audit_note(audit: Audit) -> str:
     Names and reasons come from files that others wrote; they are cut and escaped.
     """
     name = audit_name(audit)
+    whose = f"run {_plain(audit.run, 64)}, method {_plain(name)}"
+    if audit.method == ELSEWHERE:
+        whose = f"vectors that another system released, {_plain(audit.run, 64)}"
     questions = [
         (f"{word}: {asked}", badge.text, _plain(why, 600)) for word, asked, badge, why in reasons(audit)
     ]
     lines = [
-        f"# Audit of run {_plain(audit.run, 64)}, method {_plain(name)}, seed {audit.seed}",
+        f"# Audit of {whose}, seed {audit.seed}",
         "",
         _plain(audit_summary([(name, audit)]), 4000),
         "",

@@ -49,12 +49,14 @@ _DEEDS = {
     "recall": "found {} of a silo's texts in a pool that holds them among others",
     "noise_claimed_over_found": "found the noise of a release {} times smaller than is claimed",
     "positions_read": "wrote down the words at {} of the positions of a group of texts",
+    "distance_to_a_gaussian": "found that the noise of a release is not spread as is claimed, by {}",
     "vectors_named": "named the pool texts behind {} of the vectors",
     "accuracy": "gave the right answer in {} of questions which labels a group has",
     "tpr_at_1_percent_fpr": "found {} of a silo's rows and took one stranger's row in 100 for one",
     "tpr_at_0.1_percent_fpr": "found {} of a silo's rows and took one stranger's row in 1000 for one",
 }
 _MOST_LEAKS = 3
+_HARDLY_ANY = 50.0
 
 
 def role(finding: Finding) -> str:
@@ -81,6 +83,8 @@ def deed(finding: Finding) -> str:
         did = f"told groups with a label from groups without it in {show(finding.value)} of pairs"
     elif key == "guesses_right":
         did = f"was right in {show(finding.value)} of guesses which canary texts were put in"
+    elif key == "noise_claimed_over_found" and finding.value > _HARDLY_ANY:
+        show, did = accuracy, "found no noise, or hardly any, in a release that is claimed to have it"
     elif key in _DEEDS:
         show = _percent if key != "noise_claimed_over_found" else accuracy
         did = _DEEDS[key].format(show(finding.value))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -37,6 +36,7 @@ from attacks.audit_tables import (
 )
 from attacks.audit_words import (
     ATTACKS,
+    ELSEWHERE,
     WORDS,
     attack_words,
     audit_name,
@@ -68,7 +68,7 @@ from securefl.report.page import (
     epsilon,
     joined,
     listing,
-    write_page,
+    render_page,
 )
 from securefl.report.render import plain_table
 
@@ -180,8 +180,8 @@ def _summary(audits: Audits, audit: Audit) -> Section:
     return Section("Summary", tuple(blocks))
 
 
-def write_audit_report(audit: Audit, path: Path) -> None:
-    """Write the audit of one run as a page of its own. Raises UsageError where `path` cannot be written."""
+def audit_page(audit: Audit) -> bytes:
+    """The audit of one run as a page of its own, in HTML."""
     name, method = audit_name(audit), clean(audit.method, 40)
     audits = [(name, audit)]
     versions = tuple((clean(k, 40), clean(v, 60)) for k, v in sorted(audit.versions.items()))
@@ -190,10 +190,12 @@ def write_audit_report(audit: Audit, path: Path) -> None:
         "Seed and versions", (Table("What this audit was made with", ("What", "Value"), identity),)
     )
     subtitle = f"Run {clean(audit.run, 40)}, method {method}, seed {audit.seed}"
+    if audit.method == ELSEWHERE:
+        subtitle = f"Vectors that another system released, {clean(audit.run, 40)}, seed {audit.seed}"
     footer = "Made by securefl-audit. This page is one file and loads nothing."
     read = _read(audits, [], "") if audit.findings else []
     sections = [_summary(audits, audit), *read, _detail(audits), last]
-    write_page(path, f"Audit: {name}", subtitle, sections, footer)
+    return render_page(f"Audit: {name}", subtitle, sections, footer)
 
 
 # Letters of an attack's name on a line, before columns are left out for it; and then of a verdict.
@@ -294,9 +296,10 @@ def _notes(audits: Audits, left_out: frozenset[str]) -> list[str]:
         for r in audit.releases
         if r.kind in CENTROIDS and (r.silo, r.round) in attacked and "epsilon" in r.claim
     )
-    whom = f", for {'; or '.join(scopes)}" if scopes else ""
+    whom = f"; it was made for {'; or '.join(scopes)}" if scopes else ""
     notes = [] if "claim ε" in left_out else [
-        f"claim ε: of the one release attacked, in the attack's game where known, not of the silo{whom}"
+        "claim ε: of the releases attacked, not of the silo; where that is known in the attack's game, one "
+        f"row exchanged for another, where ε is larger{whom}"
     ]  # fmt: skip
     notes.append("guessing: what the attacker scores without it")
     if "control" not in left_out:

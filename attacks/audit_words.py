@@ -159,6 +159,7 @@ MEANINGS = {
     "accuracy": "accuracy on labels: share of answers right, which labels a group has",
     "positions_read": "positions read: share of the positions whose vector is exactly a sum of few words'",
     "vectors_named": "vectors named: share of the vectors that a sum of pool texts gives exactly",
+    "distance_to_a_gaussian": "distance to a Gaussian: how differently from it the noise is spread",
     "noise_claimed_over_found": "noise claimed over found: how many times larger the claimed noise is than "
     "that of the release; 1 where the claim is true",
 }
@@ -220,8 +221,8 @@ def row_verdict(row: Row) -> Badge:
 
 
 def audit_name(audit: Audit) -> str:
-    """The method of a run, or the file that was audited."""
-    return clean(audit.run if audit.method == ELSEWHERE else audit.method, 40)
+    """What a run is called, or the file that was audited."""
+    return clean(audit.name or (audit.run if audit.method == ELSEWHERE else audit.method), 40)
 
 
 def release_words(release: AuditedRelease) -> str:

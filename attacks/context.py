@@ -68,6 +68,9 @@ def channels(source: Source) -> list[str]:
 
 
 def _channels(source: Source) -> Iterator[str]:
+    if not isinstance(source, Run):
+        yield "whatever else the other system sends, and how and when, is not known here"
+        return
     releases = [(one.row.kind, CLAIM.validate_python(one.row.claim)) for one in source.releases]
     if any(kind in CENTROIDS and isinstance(claim, NonPrivate) for kind, claim in releases):
         yield "how many rows are behind each centroid is told exactly"
@@ -82,6 +85,9 @@ def _channels(source: Source) -> Iterator[str]:
         for kind, claim in releases
     ):
         yield "how many rows a silo has travels with its weights"
+    if source.result.sums:
+        opened = len(source.result.sums)
+        yield f"the sum of the silos' models was opened in {opened} rounds; attack 12 is put to the average"
     yield "the names of the labels travel with every release"
     yield "when a silo answers, and how long it takes, is hidden from nobody who sees the traffic"
     yield "settings chosen by looking at rows, and other runs on the same rows, are not in this account"

@@ -28,7 +28,7 @@ from attacks.runs import Recorded, Texts, pooled_vectors
 from attacks.vector_files import VectorFile, read_vectors
 from securefl._tables import _COLUMN, read_table, read_texts
 from securefl.centroid_privacy import centroid_mu
-from securefl.errors import DataError, ProtocolError, UsageError
+from securefl.errors import DataError, ModelError, ProtocolError, UsageError
 from securefl.files import read_limited
 from securefl.models import Slm, base_fingerprint, load_slm
 from securefl.privacy import gaussian_epsilon
@@ -201,6 +201,10 @@ class Elsewhere:
         return self.path.name
 
     @property
+    def title(self) -> str:
+        return self.path.name
+
+    @property
     def method(self) -> str:
         return SILO
 
@@ -271,9 +275,15 @@ class Elsewhere:
 
     @cached_property
     def _slm(self) -> Slm:
-        return load_slm(
-            self._encoder, ["no", "yes"], max_length=self._max_length, train_embeddings=False, seed=0
-        )
+        try:
+            return load_slm(
+                self._encoder, ["no", "yes"], max_length=self._max_length, train_embeddings=False, seed=0
+            )
+        except ModelError as error:
+            said = str(error).replace(
+                "slm.max_length", f"the length of a text in {self.path}, or --max-length,"
+            )
+            raise ModelError(said) from None
 
     def encoder(self, recorded: Recorded, release: Release) -> Slm:
         del recorded, release  # there is one

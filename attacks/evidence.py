@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from attacks.adversary import NotEnough
 from attacks.elsewhere import SILO
 from attacks.findings import Overlap
+from attacks.noise_found import explain, left_over
 from attacks.runs import CENTROIDS, Recorded, Run, Texts
 from attacks.vector_cache import VectorCache
-from securefl.centroid_privacy import clip_rows
 from securefl.config import Config
 from securefl.errors import ProtocolError
 from securefl.models import Slm
@@ -28,7 +28,6 @@ from securefl.release import ROW, GaussianSums, NonPrivate, PayloadKind, Release
 
 # Auxiliary rows below which no covariance is worth estimating.
 MIN_AUXILIARY = 16
-_NOISE_SLACK = 3.0
 # Bytes of pooled vectors kept over all encoders, so that the next attack need not embed the texts again.
 _KEPT = 1 << 30
 
@@ -39,6 +38,10 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """What the audit calls it."""
+
+    @property
+    def title(self) -> str:
+        """What a reader knows it by."""
 
     @property
     def method(self) -> str: ...
@@ -268,21 +271,22 @@ def _hint(scene: Scene, options: str) -> str:
 
 
 def _check_noised(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.floating] | None) -> None:
-    """Noised sums of rows must be near those of the rows that the truth names: as far off as their noise.
+    """Noised sums of rows must be as near to those of the rows that the truth names as their noise is.
 
-    Only sums that are further off than three times the noise are refused; too little noise is for the attacks
-    to find. A unit of several rows is clipped as a whole, which is not done again here.
+    Sums that are nearer, or of rows that were not clipped, are for the attacks to find. Rows of a unit are
+    clipped together, which is not done again here.
     """
-    claim = scene.release.claim
-    if mask is not None or not isinstance(claim, GaussianSums) or claim.unit != ROW or not scene.members:
+    claim, tensors = scene.release.claim, scene.release.tensors
+    if not isinstance(claim, GaussianSums) or claim.unit != ROW or not scene.members:
         return
-    sums = np.stack([clip_rows(vectors[group], claim.clip).sum(0) for group in scene.groups])
-    left = scene.release.tensors["centroids"] * scene.release.tensors["sizes"][:, None] - sums
-    off = float(np.sqrt((left.astype(np.float64) ** 2).mean())) / (claim.clip * claim.noise_multiplier)
-    if off > _NOISE_SLACK:
+    found = left_over(
+        claim, vectors, mask, scene.groups, tensors["centroids"], tensors["sizes"], tensors.get("mask")
+    )
+    if explain(found) is None:
         raise ProtocolError(
-            f"{scene.recorded.path}: the centroids are {off:.1f} times as far from the rows that the truth "
-            "names as their noise is, so this is another encoder, or other rows; a score would mean nothing"
+            f"{scene.recorded.path}: the centroids are {min(one.ratio for one in found):.1f} times as far "
+            "from the rows that the truth names as their noise is, so this is another encoder, or other "
+            "rows; a score would mean nothing"
         )
 
 

@@ -25,6 +25,7 @@ from securefl.release import Claim, Noised
 # Below this an interval spans nearly everything; the attack is then reported as not run, never as 0.
 MIN_TRIALS = 8
 NO_CLAIM = "no differential privacy is claimed, so nothing is bounded"
+NO_NOISE = "under the noise that is claimed sums do not add up, so there is less of it, or none"
 UNBOUNDED = "(epsilon, delta) does not bound this figure"
 _CURVE = 64
 _MOST_RATIO = 1e6  # of noise that is not there
@@ -149,7 +150,23 @@ class NoiseRatio:
         return low, high
 
 
-Measure = Auc | RateAt | Ratio | Proportion | NoiseRatio
+@dataclass(frozen=True)
+class Distance:
+    """Kolmogorov-Smirnov distance of `trials` numbers from the law that is claimed for them."""
+
+    value: float
+    trials: int
+    kind: Literal["distance"] = "distance"
+
+    def half(self, alpha: float) -> float:
+        """Half the interval's width (Dvoretzky, Kiefer and Wolfowitz 1956; Massart 1990)."""
+        return math.sqrt(math.log(2 / alpha) / (2 * self.trials))
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        return max(0.0, self.value - self.half(alpha)), min(1.0, self.value + self.half(alpha))
+
+
+Measure = Auc | RateAt | Ratio | Proportion | NoiseRatio | Distance
 
 
 @dataclass(frozen=True)
@@ -209,7 +226,8 @@ class Figure:
         refuted = self.broken is not None and self.broken.refuted(alpha)
         if refuted or (self.cap is not None and low > self.cap):
             return "violates_claim"
-        return "leaks" if low > self.baseline else "none_shown"
+        # What the same attack scores where it has nothing to find was not read, whatever guessing scores.
+        return "leaks" if low > max(self.baseline, self.control or 0.0) else "none_shown"
 
     def finding(self) -> Finding:
         return Finding(

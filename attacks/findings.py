@@ -141,6 +141,7 @@ class Utility(_Row):
 class Audit(_Row):
     """The whole of audit.json. `schema_` is written as `schema`.
 
+    name: what the run is called beside its method, or the file that was audited.
     untested: questions that no finding bears on; `none_shown` says nothing of them.
     weights_claimed: all weights that left, and all opened sums of them, did so under a claim.
     overlap: None where no pool was read. channels: what leaves that no claim of these releases covers.
@@ -151,6 +152,7 @@ class Audit(_Row):
     schema_: Literal["securefl.audit/1"] = Field("securefl.audit/1", alias="schema")
     run: str
     method: str
+    name: str = ""
     seed: int
     releases: list[AuditedRelease]
     findings: list[Finding]

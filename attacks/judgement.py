@@ -91,6 +91,7 @@ def judge(source: Source, inventory: list[AuditedRelease], overlap: Overlap | No
     return Audit(
         run=source.name,
         method=source.method,
+        name=source.title,
         seed=source.seed,
         releases=inventory,
         findings=[figure.finding() for figure in book.figures],

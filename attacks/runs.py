@@ -155,6 +155,10 @@ class Run:
         return self.result.run
 
     @property
+    def title(self) -> str:
+        return self.result.name
+
+    @property
     def method(self) -> str:
         return self.result.method
 

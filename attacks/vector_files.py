@@ -112,7 +112,8 @@ def _checked_mask(path: Path, mask: NDArray[Any] | None, vectors: NDArray[np.flo
             f"{path}: mask: must be 0 or 1 for each of {vectors.shape[0]} x {vectors.shape[1]} positions"
         )
     else:
-        found = np.asarray(mask, np.float64)
+        # A vector of zeros is that of no position, whatever the mask says.
+        found = np.asarray(mask, np.float64) * (vectors != 0).any(2)
     empty = np.flatnonzero(found.sum(1) == 0)
     if len(empty):
         raise DataError(

@@ -257,8 +257,9 @@ def progress_bar(total: float) -> Iterator[Callable[[float, str], None]]:
         BarColumn(bar_width=24),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("so far,"),
         TimeRemainingColumn(),
+        TextColumn("left;"),
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=ERR, transient=True) as bar:

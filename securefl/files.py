@@ -10,6 +10,7 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from securefl.errors import UsageError
@@ -83,6 +84,28 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
             sibling.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def write_together(files: Mapping[Path, bytes], mode: int = 0o644) -> None:
+    """As `write_atomic` for several files: all are written under other names before the first is replaced.
+
+    So a full disk leaves all of the old files. Raises UsageError.
+    """
+    drafts: list[tuple[Path, Path]] = []
+    path = Path()
+    try:
+        try:
+            for path, data in files.items():
+                drafts.append((_write_sibling(path, data, mode), path))
+            for draft, path in drafts:
+                draft.replace(path)
+        finally:
+            for draft, _ in drafts:
+                draft.unlink(missing_ok=True)
+        for folder in dict.fromkeys(path.parent for path in files):
+            sync_folder(folder)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
 

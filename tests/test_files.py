@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from securefl.errors import UsageError
-from securefl.files import check_out, read_limited, write_atomic, write_new
+from securefl.files import check_out, read_limited, write_atomic, write_new, write_together
+
+
+def test_files_written_together_are_all_old_where_one_cannot_be(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    write_together({first: b"1", second: b"2"}, 0o600)
+    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"2")
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_together({first: b"3", tmp_path / "none" / "c": b"4"})
+    assert first.read_bytes() == b"1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ from attacks.attack import Attack, Progress, each_scene, lacks
 from attacks.bench.membership import as_seen
 from attacks.bounds import auc, auc_interval, mu_of_auc, replace_one_mu
 from attacks.evidence import Evidence, Scene, check_truth
-from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Proportion, at
+from attacks.figures import MIN_TRIALS, NO_CLAIM, NO_NOISE, Figure, Proportion, at
 from attacks.judgement import Book
 from attacks.membership import Background, Target, fit_background
 from attacks.pool_search import Ranking, Retrieval, decompose, rank, recall_cap, retrieve
 from attacks.runs import Recorded, Texts
 from securefl.errors import ProtocolError
 from securefl.privacy import gaussian_epsilon
-from securefl.release import GaussianSums, PayloadKind
+from securefl.release import GaussianSums, NonPrivate, PayloadKind
 
 RANKING = "search of a text pool, ranking"
 TOGETHER = "search of a text pool, least squares"
@@ -180,10 +180,9 @@ def _blind(scene: Scene, book: Book) -> None:
     texts = tuple(dict.fromkeys(scene.auxiliary.texts))
     pool = scene.vectors(Texts(texts, texts, ("",) * len(texts)))
     target = as_seen(scene, scene.release)
-    if isinstance(target.claim, GaussianSums):
-        raise NotEnough(
-            "under noise no sum of texts proves itself; give the rows behind the vectors (--rows)"
-        )
+    claim, noised = target.claim, isinstance(target.claim, GaussianSums)
+    # Sizes and a claim of noise are what the file says, and not believed.
+    target = replace(target, claim=NonPrivate(reason="read as if there were no noise"))
     count, width = target.centroids.shape
     if count < MIN_TRIALS:
         raise NotEnough(f"{count} vectors, {MIN_TRIALS} are needed")
@@ -192,22 +191,27 @@ def _blind(scene: Scene, book: Book) -> None:
             f"{scene.recorded.path}: its vectors have {width} numbers, and those of the encoder "
             f"{pool.shape[1]}: it was made with another one"
         )
-    known = getattr(scene.evidence.source, "sizes_known", True)
+    stated = getattr(scene.evidence.source, "sizes_known", True) and not noised
     named: dict[int, list[int]] = {}
     invented = 0
     background = fit_background(pool, target)
-    for size in (0,) if known else range(1, _MOST_ROWS + 1):
-        # The sizes of the file, or one after the other where it has none.
-        aim = target if known else replace(target, sizes=np.full(count, float(size)))
-        _check_encoder(scene, aim, background)
+    # The sizes of the file, and, where it has none or nothing adds up, one after the other.
+    for size in range(0 if stated else 1, _MOST_ROWS + 1):
+        aim = replace(target, sizes=np.full(count, float(size))) if size else target
         for vector, rows in _certain(pool, aim, background).items():
             named.setdefault(vector, rows)
         empty = membership.invent(aim, background, scene.rng(802 + size))
         invented += len(_certain(pool, empty, background))
-    if not named:
-        tried = (
-            "as many texts of the pool as it is the mean of" if known else f"1 to {_MOST_ROWS} of its texts"
+        if stated and named:
+            break
+    if not named and noised:
+        raise NotEnough(
+            "under its noise no sum of texts proves itself; give the rows behind the vectors (--rows)"
         )
+    if not named:
+        most = np.full(count, float(_MOST_ROWS))
+        _check_encoder(scene, target if stated else replace(target, sizes=most), background)
+        tried = f"1 to {_MOST_ROWS} texts of the pool" + (", or as many as its size says" if stated else "")
         raise NotEnough(
             f"no vector is exactly the mean of {tried}: the pool does not hold its texts, or it was rounded, "
             "or the encoder read other lengths; what could be read is not known without the rows (--rows)"
@@ -222,12 +226,12 @@ def _blind(scene: Scene, book: Book) -> None:
             metric="vectors_named",
             measure=Proportion(len(named), count),
             baseline=0.0,
-            cap_reason=NO_CLAIM,
+            cap_reason=NO_NOISE if noised else NO_CLAIM,
             bears_on=("singling_out", "linkability"),
             control=invented / count,
             texts=tuple(texts[row] for row in first[:_SHOWN]),
             details={"pool": len(pool), "rows": float(np.mean([len(rows) for rows in named.values()]))},
-            **at(scene.recorded, target.claim),
+            **at(scene.recorded, claim),
         )
     )
 
@@ -259,7 +263,8 @@ def _check_encoder(scene: Scene, target: Target, background: Background) -> None
     if off > _FAR:
         raise ProtocolError(
             f"{scene.recorded.path}: its vectors are {off:.0f} times as far from those of the pool as means "
-            "of texts are, so they are of another encoder; attacked with this one they would seem safe"
+            "of so many texts are: they are of another encoder, or their sizes are wrong; attacked so they "
+            "would seem safe"
         )
 
 

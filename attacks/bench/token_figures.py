@@ -41,8 +41,9 @@ class TokenScene:
 
 def text_figures(
     one: TokenScene, read: tokens.Recovered, score: assembly.Scorer, model: assembly.Scorer | None
-) -> list[Figure]:
-    """Texts of the smaller clusters that come out token for token, and of how many other texts that is so.
+) -> tuple[list[Figure], tuple[str, ...]]:
+    """Texts of the smaller clusters that come out token for token, and of how many other texts that is so;
+    and what some of them say.
 
     model: a causal language model for the first few clusters of `FEW` texts, which counts do not tell apart.
     """
@@ -64,8 +65,9 @@ def text_figures(
         chance += token_scores.exact_texts(dealt, one.texts[c], special)
         control += token_scores.exact_texts(made, one.strangers[c], special)
         found += made
+    texts = tuple(slm.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in found[:_SHOWN])
     if trials < MIN_TRIALS:
-        return []
+        return [], texts
     claimed = isinstance(one.target.claim, GaussianSums)
     return [
         Figure(
@@ -79,9 +81,7 @@ def text_figures(
             cap_reason=UNBOUNDED if claimed else NO_CLAIM,
             bears_on=("singling_out", "inference", "linkability"),
             control=control / trials,
-            texts=tuple(
-                slm.tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in found[:_SHOWN]
-            ),
+            texts=texts,
             details={
                 "dealt_at_random": chance / trials,
                 "language_model": "trigrams of other text",
@@ -89,7 +89,7 @@ def text_figures(
             },
             **at(one.scene.recorded, one.target.claim),
         )
-    ]
+    ], texts
 
 
 def _over(name: str, rounds: int) -> str:

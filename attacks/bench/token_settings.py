@@ -16,12 +16,12 @@ from attacks import dictionary, moved_table, token_scores, token_sizes, tokens
 from attacks.adversary import TOKENS, Adversary, NotEnough
 from attacks.bench.token_figures import NAME, UNBOUNDED, TokenScene
 from attacks.evidence import Scene
-from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Proportion, Ratio, at
+from attacks.figures import MIN_TRIALS, NO_CLAIM, NO_NOISE, Figure, Proportion, Ratio, at
 from attacks.judgement import Book
 from attacks.runs import centroid_info
 from securefl.errors import ProtocolError
 from securefl.models import load_slm
-from securefl.release import GaussianSums
+from securefl.release import GaussianSums, NonPrivate
 
 SIZES = f"{NAME}, sizes withheld"
 TABLE = f"{NAME}, with the public table only"
@@ -30,6 +30,8 @@ BLIND = f"{NAME}, positions that prove themselves"
 _SHOWN = 8
 _NO_SIZES = replace(TOKENS, knowledge=TOKENS.knowledge[:2])
 _PUBLIC = replace(TOKENS, role="outsider")
+# Rows of a centroid; of more nothing is read singly.
+_MOST = 4096
 # Of two centroids in one that is the mean of no few tokens: what adds up by chance.
 _MIXED = 0.37
 
@@ -119,13 +121,12 @@ def blind(scene: Scene, book: Book) -> None:
     Sums of a few entries of a table of thousands do not add up by chance, so what does was read. As a control
     centroids are mixed in pairs so that nothing adds up. Raises NotEnough where nothing does, which says
     nothing of what could be read with more, and ProtocolError for vectors of another width.
+
+    Sizes and a claim of noise are what the file says, and not believed: where nothing adds up with the sizes
+    they are sought, and a sum that adds up under a claim has little noise or none.
     """
     slm, tensors = scene.slm, scene.release.tensors
     centroids, mask, sizes = (np.asarray(tensors[n], np.float32) for n in ("centroids", "mask", "sizes"))
-    if isinstance(scene.release.claim, GaussianSums):
-        raise NotEnough(
-            "under noise no sum of tokens proves itself; give the rows behind the vectors (--rows)"
-        )
     positions, width = centroids.shape[1:]
     if width != dictionary.Layer(slm, positions).at(0, torch.zeros(1, dtype=torch.int64)).shape[1]:
         raise ProtocolError(
@@ -134,20 +135,30 @@ def blind(scene: Scene, book: Book) -> None:
     auxiliary = scene.auxiliary.texts
     known = dictionary.token_ids(slm, auxiliary)
     prior = dictionary.fit_prior(known, positions, dictionary.vocabulary_size(slm))
-    target = tokens.Target(centroids, mask, sizes, scene.release.claim)
-
+    claim = scene.release.claim
+    noised = isinstance(claim, GaussianSums)
+    target = tokens.Target(centroids, mask, sizes, NonPrivate(reason="read as if there were no noise"))
     special = list(dictionary.special_ids(slm))
 
-    def read(aim: tokens.Target) -> tuple[tokens.Recovered, int, int]:
+    def read(aim: tokens.Target, stated: bool) -> tuple[tokens.Recovered, int, int]:
         """What was read, at how many positions, of how many; those that all texts share do not count."""
-        if not getattr(scene.evidence.source, "sizes_known", True):
+        if not stated:
             aim = replace(aim, sizes=token_sizes.estimate_sizes(slm, aim, prior, auxiliary).sizes)
         found = tokens.recover(slm, aim, prior, auxiliary)
         content = np.array([[not np.isin(ids, special).all() for ids in row] for row in found.tokens])
         there = (aim.mask > 0) & ~(found.certain & ~content)
         return found, int(found.certain[there].sum()), int(there.sum())
 
-    found, right, trials = read(target)
+    stated = getattr(scene.evidence.source, "sizes_known", True) and not noised
+    stated = stated and bool((sizes <= _MOST).all())
+    found, right, trials = read(target, stated)
+    if stated and not right:
+        stated = False
+        found, right, trials = read(target, stated)
+    if not right and noised:
+        raise NotEnough(
+            "under its noise no sum of tokens proves itself; give the rows behind the vectors (--rows)"
+        )
     if not right:
         raise NotEnough(
             "nowhere do words of the encoder's table add up to a vector: they are means of too many texts, "
@@ -159,7 +170,7 @@ def blind(scene: Scene, book: Book) -> None:
     )
     control = None
     if len(centroids) > 1 and mixed.mask.sum():
-        _, by_chance, of = read(mixed)
+        _, by_chance, of = read(mixed, stated)
         control = by_chance / max(1, of)
     single = [c for c, row in enumerate(found.tokens) if len(row[0]) == 1 and found.certain[c].any()]
     book.figures.append(
@@ -171,7 +182,7 @@ def blind(scene: Scene, book: Book) -> None:
             metric="positions_read",
             measure=Proportion(right, trials),
             baseline=0.0,
-            cap_reason=NO_CLAIM,
+            cap_reason=NO_NOISE if noised else NO_CLAIM,
             bears_on=("singling_out", "inference", "linkability"),
             control=control,
             texts=tuple(
@@ -184,6 +195,6 @@ def blind(scene: Scene, book: Book) -> None:
                 "centroids": len(centroids),
                 "rows": float(np.mean([len(row[0]) for row in found.tokens])),
             },
-            **at(scene.recorded, target.claim),
+            **at(scene.recorded, claim),
         )
     )

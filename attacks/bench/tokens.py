@@ -139,11 +139,14 @@ def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
             part = recovered.part(start, start + len(one.truth))
             start += len(one.truth)
             special = dictionary.special_ids(slm)
-            book.figures += token_figures(
+            figures = token_figures(
                 one.scene.recorded, one.target, prior, part, one.truth, one.others, special, one.rng,
                 one.rounds,
             )  # fmt: skip
-            book.figures += text_figures(one, part, score, model)
+            whole, texts = text_figures(one, part, score, model)
+            if not whole:  # too few texts for a figure of their own
+                figures = [replace(f, texts=texts) if f.metric == "token_f1" else f for f in figures]
+            book.figures += [*figures, *whole]
             book.figures += token_settings.sizes_withheld(one, prior, auxiliary.texts)
             if _moves(one) and one.rounds == 1:
                 try:

@@ -13,7 +13,7 @@ from rich.console import Console
 from attacks.audit_figures import membership_pictures, noise_pictures, recall_rows
 from attacks.audit_opening import audit_summary, claim_against_shown, deed, headline, reasons
 from attacks.audit_plots import epsilon_picture, roc_pictures, subject_pictures
-from attacks.audit_report import attack_table, audit_sections, for_terminal, write_audit_report
+from attacks.audit_report import attack_table, audit_page, audit_sections, for_terminal
 from attacks.audit_rows import family, most_telling, subjects, worst_first, worst_of, worst_rows
 from attacks.audit_words import (
     ATTACKS,
@@ -55,7 +55,7 @@ def numbers_of(audit: Audit) -> set[str]:
 @pytest.mark.parametrize("name", range(4))
 def test_every_number_of_an_audit_is_on_its_page(tmp_path: Path, name: int) -> None:
     audit = make_audits()[name][1]
-    write_audit_report(audit, tmp_path / "audit.html")
+    (tmp_path / "audit.html").write_bytes(audit_page(audit))
     parsed = check(tmp_path / "audit.html")
     assert not {number for number in numbers_of(audit) if number not in parsed.text}
     assert audit.warning in parsed.text
@@ -162,7 +162,7 @@ def test_what_no_finding_bears_on_is_not_tested(tmp_path: Path) -> None:
     assert [badge.text for _, badge in answers(make_audit())] == ["leaks", "none shown", "not tested"]
     quiet = make_audit().model_copy(update={"findings": []})
     assert {badge.text for _, badge in answers(quiet)} == {"not tested"}
-    write_audit_report(quiet, tmp_path / "audit.html")
+    (tmp_path / "audit.html").write_bytes(audit_page(quiet))
     text = check(tmp_path / "audit.html").text
     assert text.count("not tested") == 3
     assert "none shown" not in text
@@ -262,7 +262,7 @@ def test_every_metric_in_the_terminal_is_explained_below_it() -> None:
 
 
 def test_none_shown_is_never_coloured_as_success(tmp_path: Path) -> None:
-    write_audit_report(make_audit(noise=True), tmp_path / "audit.html")
+    (tmp_path / "audit.html").write_bytes(audit_page(make_audit(noise=True)))
     raw = (tmp_path / "audit.html").read_text()
     assert '<span class="badge plain">none shown</span>' in raw
     assert "badge good" not in raw
@@ -271,7 +271,7 @@ def test_none_shown_is_never_coloured_as_success(tmp_path: Path) -> None:
 def test_recall_is_drawn_at_the_size_of_the_release_where_a_finding_has_none(tmp_path: Path) -> None:
     audit = make_audit(embeddings=True)
     bare = [f.model_copy(update={"details": {}}) for f in audit.findings if f.silo == "silo-1"]
-    write_audit_report(audit.model_copy(update={"findings": bare}), tmp_path / "audit.html")
+    (tmp_path / "audit.html").write_bytes(audit_page(audit.model_copy(update={"findings": bare})))
     check(tmp_path / "audit.html")
     # (4 + 9 + 17 + 33) / 4 = 15.75, drawn and read out as 16 rows.
     assert "16 rows 1.000" in (tmp_path / "audit.html").read_text()
@@ -285,13 +285,13 @@ def test_no_audits_no_sections() -> None:
 
 def test_the_same_audit_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in "ab":
-        write_audit_report(make_audit(embeddings=True), tmp_path / name)
+        (tmp_path / name).write_bytes(audit_page(make_audit(embeddings=True)))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_hostile_audits_are_shown_and_never_obeyed(tmp_path: Path) -> None:
     audit = poisoned_audit(f"{HOSTILE}{OVERRIDE}😀")
-    write_audit_report(audit, tmp_path / "audit.html")
+    (tmp_path / "audit.html").write_bytes(audit_page(audit))
     check(tmp_path / "audit.html")
     raw = (tmp_path / "audit.html").read_text(encoding="utf-8")
     assert "<script" not in raw
@@ -350,7 +350,7 @@ def test_a_long_table_stays_within_its_width_and_says_each_attack_once() -> None
 
 
 def rendered(tmp_path: Path, **changes: Any) -> str:
-    write_audit_report(make_audit().model_copy(update=changes), tmp_path / "audit.html")
+    (tmp_path / "audit.html").write_bytes(audit_page(make_audit().model_copy(update=changes)))
     return check(tmp_path / "audit.html").text
 
 
@@ -575,7 +575,7 @@ def test_accounts_utility_and_channels_stand_beside_the_findings(tmp_path: Path)
     made = make_audit().model_copy(
         update={"accounts": [account], "utility": [worth], "channels": ["how <b>many</b> rows there are"]}
     )
-    write_audit_report(made, tmp_path / "report.html")
+    (tmp_path / "report.html").write_bytes(audit_page(made))
     text = check(tmp_path / "report.html").text
     for words in ("patient_id", "each silo adds its own noise", "1,234", "0.81", "How <b>many</b> rows"):
         assert words in text
@@ -599,7 +599,7 @@ def elsewhere(**changes: Any) -> Audit:
 
 
 def test_an_audit_of_a_file_says_what_is_known_of_it(tmp_path: Path) -> None:
-    write_audit_report(elsewhere(), tmp_path / "audit.html")
+    (tmp_path / "audit.html").write_bytes(audit_page(elsewhere()))
     text = check(tmp_path / "audit.html").text
     assert "Audit: vectors.npy" in text
     assert (
@@ -639,7 +639,7 @@ def test_figures_that_leak_by_themselves_alone_are_told_by_one_rule(tmp_path: Pa
     assert headline(audit) == f"1 attack was put to what left the silos. {words} over so many."
     assert reasons(audit)[0][3].startswith(f"{words} over so many. The nearest")
     assert f"In run {words} over so many." in audit_summary([("run", audit)])
-    write_audit_report(audit, tmp_path / "audit.html")
+    (tmp_path / "audit.html").write_bytes(audit_page(audit))
     text = check(tmp_path / "audit.html").text
     assert re.search(r"Attacks that leak\s*0 of 1\s*1 of 5 figures by its own 95 % interval", text)
     audit = audit.model_copy(update={"verdicts": make_audit().verdicts})

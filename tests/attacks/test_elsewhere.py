@@ -135,6 +135,58 @@ def test_centroids_of_an_embedding_layer_are_read_token_by_token(made: Path, tmp
         source(made, "layered.npy", max_length=None, normalised=True)
 
 
+@pytest.mark.parametrize("unit", ["row", "patient"])
+@pytest.mark.parametrize("name", ["means.safetensors", "layered.safetensors"])
+def test_exact_means_under_a_claim_are_a_violation(made: Path, tmp_path: Path, name: str, unit: str) -> None:
+    _layered(made)
+    claim = tmp_path / "claim.json"
+    claim.write_text(json.dumps({**CLAIM, "unit": unit, "clip": 0.5}))  # every row is longer
+    length = 12 if name.startswith("means") else None
+    found = audited(source(made, name, claim=claim, max_length=length), tmp_path / "out", 3)
+    assert found.verdicts.singling_out == "violates_claim"
+    worst = max(f.value for f in found.findings if f.metric == "noise_claimed_over_found")
+    assert worst > 1e4
+    assert "found no noise, or hardly any" in (tmp_path / "out" / "audit.md").read_text()
+
+
+def test_a_claim_or_sizes_that_lie_hide_nothing_without_the_rows(made: Path, tmp_path: Path) -> None:
+    _layered(made)
+    blind = {"rows": None, "columns": Columns(), "max_length": None}
+    claimed = audited(
+        source(made, "layered.safetensors", claim=made / "claim.json", **blind), tmp_path / "c", 2
+    )
+    (read,) = claimed.findings
+    assert (read.value, read.verdict) == (1.0, "leaks")
+    assert read.cap_reason is not None
+    assert "less of it, or none" in read.cap_reason
+    vectors = np.load(made / "layered.npy")
+    means = np.load(made / "means.npy")
+    for number, size in enumerate((4.0, 1e12)):
+        lied = np.full(12, size)
+        save_file({"centroids": vectors, "sizes": lied}, tmp_path / f"l{number}.safetensors")
+        save_file({"centroids": means, "sizes": lied}, tmp_path / f"p{number}.safetensors")
+        encoder = {"encoder": str(made / "encoder"), "columns": Columns(), "rows": None}
+        layered = Elsewhere(tmp_path / f"l{number}.safetensors", pool=made / "pool.csv", **encoder)
+        assert [f.value for f in audited(layered, tmp_path / f"l{number}", 2).findings] == [1.0]
+        pooled = Elsewhere(
+            tmp_path / f"p{number}.safetensors", pool=made / "all.csv", max_length=12, **encoder
+        )
+        assert [f.value for f in audited(pooled, tmp_path / f"p{number}", 8).findings] == [1.0]
+
+
+def test_what_was_read_back_is_for_the_owner_alone(made: Path, tmp_path: Path) -> None:
+    _layered(made)
+    one = source(made, "layered.npy", max_length=None, columns=Columns("text", None, "cluster"))
+    audit_elsewhere(one, tmp_path / "shown", show_text=True, attacks=frozenset({2}))
+    audit_elsewhere(one, tmp_path / "plain", attacks=frozenset({2}))
+    modes = {
+        name: {path.name: path.stat().st_mode & 0o077 for path in (tmp_path / name).iterdir()}
+        for name in ("shown", "plain")
+    }
+    assert set(modes["shown"].values()) == {0}
+    assert set(modes["plain"]) == {"audit.json", "report.html", "audit.md"}
+
+
 @pytest.mark.parametrize("name", ["layered.safetensors", "layered.npy"])
 def test_positions_that_add_up_need_no_rows(made: Path, tmp_path: Path, name: str) -> None:
     _layered(made)
@@ -149,8 +201,12 @@ def test_positions_that_add_up_need_no_rows(made: Path, tmp_path: Path, name: st
     nothing = audited(source(made, name, encoder=other, **blind), tmp_path / "nothing", 2)
     assert not nothing.findings
     assert any("not known without the rows" in entry.why for entry in nothing.not_run)
-    claim = made / "claim.json"
-    noised = audited(source(made, name, claim=claim, **blind), tmp_path / "noised", 2)
+    loud = np.random.default_rng(0).normal(0, 1, (12, 12, 64))
+    np.save(tmp_path / "loud.npy", np.load(made / "layered.npy") + loud)
+    noise = source(tmp_path, "loud.npy", encoder=str(made / "encoder"), pool=made / "pool.csv",
+                   claim=made / "claim.json", **blind)  # fmt: skip
+    noised = audited(noise, tmp_path / "noised", 2)
+    assert not noised.findings
     assert any("give the rows" in entry.why for entry in noised.not_run)
 
 

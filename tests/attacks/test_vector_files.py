@@ -88,6 +88,11 @@ def test_an_embedding_layers_positions_and_their_mask(tmp_path: Path) -> None:
     assert found.mask.tolist() == shorter.tolist()
     assert not found.vectors[:, 2:].any()
     assert found.vectors[:, :2].tolist() == LAYERED[:, :2].tolist()
+    # A mask that says of a vector of zeros that it is one is not believed.
+    save_file({"centroids": LAYERED, "mask": np.ones((4, 6))}, tmp_path / "b.safetensors")
+    found = read_vectors(tmp_path / "b.safetensors")
+    assert found.mask is not None
+    assert found.mask.tolist() == [[1, 1, 1, 1, 1, 0]] * 4
 
 
 @pytest.mark.parametrize(
