@@ -135,6 +135,7 @@ _METRICS = {
     "bleu": "BLEU", "recall": "recall in a pool", "accuracy": "accuracy on labels",
     "positions_read": "positions read", "vectors_named": "vectors named",
     "noise_claimed_over_found": "noise claimed over found",
+    "distance_to_a_gaussian": "distance to a Gaussian",
 }  # fmt: skip
 _RATE = re.compile(r"tpr_at_(\d{1,2}(?:\.\d{1,3})?)_percent_fpr")
 # What a metric is, for whoever has only the terminal.
@@ -187,7 +188,9 @@ WORDS = (
      "in a pool; of right answers on which labels are behind a group; of the vectors that a sum of pool "
      "texts gives exactly, so that the texts are known."),
     ("Noise claimed over found", "Attack 3 divides the noise that is claimed on a sum by what is left of it "
-     "without its rows: 1 where the claim is true, larger where too little noise was added."),
+     "without its rows: 1 where the claim is true, larger where too little noise was added. Distance to a "
+     "Gaussian: how differently from one the noise is spread, 0 where the claim is true. Positions read: the "
+     "share of an embedding layer's positions whose vector is exactly a sum of few words'."),
     ("Canary, one-run audit, guesses right", "Attack 4 makes a release once more with texts of the auditor's "
      "own, canaries, each put in or left out by a coin. From what comes out the auditor guesses some of the "
      "coins. How many guesses are right proves a lower bound on ε, of a row being there or not."),

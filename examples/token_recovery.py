@@ -132,8 +132,11 @@ def measure(options: argparse.Namespace) -> tuple[Kept, Kept, Kept]:
         score,
         language_model(options, slm),
     )
-    for row in study.rows(range(options.seeds), lambda *cell: cell in have_varied):
-        keep("variations", row)
+    try:
+        for row in study.rows(range(options.seeds), lambda *cell: cell in have_varied):
+            keep("variations", row)
+    except NotEnough as why:
+        print(f"no further variations: {why}", file=sys.stderr)
     return document["grid"], document["layers"], document["variations"]
 
 
