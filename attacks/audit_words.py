@@ -184,13 +184,13 @@ WORDS = (
     ("Token recall", "The share of the words of a group of texts that the attacker wrote down correctly."),
     ("ROUGE, BLEU, exact texts", "How much of a text was read back in its order: words (ROUGE-1), pairs of "
      "words (ROUGE-2), the longest common run (ROUGE-L), runs of up to four (BLEU), or all of it."),
-    ("Recall in a pool, accuracy on labels, vectors named, positions read", "The share of a silo's texts found among others "
-     "in a pool; of right answers on which labels are behind a group; of the vectors that a sum of pool "
-     "texts gives exactly, so that the texts are known."),
-    ("Noise claimed over found, distance to a Gaussian", "Attack 3 divides the noise that is claimed on a sum by what is left of it "
-     "without its rows: 1 where the claim is true, larger where too little noise was added. Distance to a "
-     "Gaussian: how differently from one the noise is spread, 0 where the claim is true. Positions read: the "
-     "share of an embedding layer's positions whose vector is exactly a sum of few words'."),
+    ("Recall in a pool, accuracy on labels, vectors named, positions read", "The share of a silo's texts "
+     "found among others in a pool; of right answers on which labels are behind a group; of the vectors "
+     "that a sum of pool texts gives exactly, so that the texts are known; of an embedding layer's "
+     "positions whose vector is exactly a sum of few words'."),
+    ("Noise claimed over found, distance to a Gaussian", "Attack 3 divides the noise that is claimed on a "
+     "sum by what is left of it without its rows: 1 where the claim is true, larger where too little noise "
+     "was added. The distance is 0 where the noise is spread as is claimed."),
     ("Canary, one-run audit, guesses right", "Attack 4 makes a release once more with texts of the auditor's "
      "own, canaries, each put in or left out by a coin. From what comes out the auditor guesses some of the "
      "coins. How many guesses are right proves a lower bound on ε, of a row being there or not."),
