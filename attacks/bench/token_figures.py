@@ -20,7 +20,7 @@ TEXTS = "texts put together from recovered tokens"
 # Of more texts than this n-grams of some hundred others put hardly one together, and it takes longer.
 _LARGEST, _SHOWN = 16, 8
 # A language model takes some seconds a cluster, and of more texts puts none together either.
-FEW, _MODELLED = range(2, 5), 4
+FEW, _MODELLED = range(2, 5), 2
 UNBOUNDED = "(epsilon, delta) bounds what one unit changes; most recovered tokens are shared by many rows"
 
 

@@ -103,6 +103,8 @@ def _language_model(slm: Slm) -> assembly.Scorer | None:
 def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
     """Attack 2 on all releases over one dictionary at once: they share its cost."""
     groups: dict[str, list[TokenScene]] = {}
+    # Less is known of a silo's other releases too, and these would say the same again.
+    last = {one.scene.recorded.silo: one.scene.recorded.row.round for one in ready}
     for one in ready:
         info = one.scene.release.info
         table = info["encoder"] if _moves(one) else info["base_sha256"]
@@ -147,7 +149,8 @@ def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
             if not whole:  # too few texts for a figure of their own
                 figures = [replace(f, texts=texts) if f.metric == "token_f1" else f for f in figures]
             book.figures += [*figures, *whole]
-            book.figures += token_settings.sizes_withheld(one, prior, auxiliary.texts)
+            if one.scene.recorded.row.round == last[one.scene.recorded.silo]:
+                book.figures += token_settings.sizes_withheld(one, prior, auxiliary.texts)
             if _moves(one) and one.rounds == 1:
                 try:
                     book.figures += token_settings.public_table(one, prior, auxiliary.texts)
