@@ -63,8 +63,8 @@ WORDS = {
     "bbc-news": {"tech": "technology"},
 }
 PROMPTS = {
-    "rotten-tomatoes": "Here is a {label} movie review:",
-    "bbc-news": "Here is a {label} news story:",
+    "rotten-tomatoes": "Write one sentence of a {label} movie review.",
+    "bbc-news": "Write one sentence of a {label} news story.",
 }
 READINGS = {
     "rotten-tomatoes": "This is a {label} movie review.",

@@ -1,32 +1,31 @@
-"""The server's language model with a LoRA adapter: writing, reading, and the logits that losses are made of.
+"""The server's language model: writing, reading, and the logits that losses are made of.
 
-One copy of the weights serves twice: with the adapter it is the model that learns, without it the frozen
-original. Every draw comes from a seed that the caller gives, and the global generators are left as they were.
-Nothing here knows silos, small models or rewards, reads rows or writes files.
+Every draw comes from a seed that the caller gives, and the global generators are left as they were. Which
+weights train is `_llm_weights`' business. Nothing here knows silos, small models or rewards, reads rows or
+writes files.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
+import jinja2
 import torch
-from numpy.typing import NDArray
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache
 
+from securefl._llm_weights import Weights
+from securefl.errors import ModelError
 from securefl.methods.crosslm import nucleus_sample, token_log_probs
-from securefl.models import load_llm
-from securefl.release import Tensors, check_tensors
 
 _WRITE_BATCH = 64  # decoding reads all weights at every step, so more rows at once cost little
 _READ_BATCH = 16
+_GOING = 0.75  # share of a batch's rows that go on, below which the others are taken out of it
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,27 @@ class Written:
 
     text: up to the first line break, white space collapsed. tokens: its k ids as they were sampled, without
     the one that ended it. log_probs: (k,) their log-probabilities under the model that sampled, before the
-    nucleus was cut.
+    nucleus was cut, on the CPU.
     """
 
     text: str
     tokens: tuple[int, ...]
     log_probs: Tensor
+
+
+class Writer(Protocol):
+    """What writes texts: `LanguageModel` itself, or another engine that is given its weights."""
+
+    def write(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int,
+        top_p: float,
+        seed: int,
+        top_k: int | None = None,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> list[Written]: ...
 
 
 @dataclass(frozen=True)
@@ -63,65 +77,40 @@ def _by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-class LanguageModel:
-    """A causal language model and its adapter. B rows, T tokens, V vocabulary; all on the model's device."""
+class LanguageModel(Weights):
+    """A causal language model that learns. B rows, T tokens, V vocabulary; all on the model's device."""
 
-    def __init__(self, name: str, *, rank: int, seed: int) -> None:
-        """Load `name` (see `models.load_llm`) and put a LoRA of `rank` on its linear layers.
+    def __init__(
+        self, name: str, *, rank: int | None, seed: int, device: str = "auto", chat: bool = True
+    ) -> None:
+        """Load `name` (see `models.load_llm`) onto a device (see `device_of`).
 
-        alpha = 2 rank, no dropout; it changes nothing before it is trained. Raises ModelError.
+        rank: of a LoRA on its linear layers, with alpha = 2 rank and no dropout, which changes nothing before
+        it is trained; None trains all weights. Frozen weights are bfloat16 on CUDA, all else is float32.
+        chat: prompts go through the tokenizer's chat template, where it has one. Raises ModelError.
         """
-        base, self.tokenizer = load_llm(name)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            adapter = LoraConfig(
-                r=rank,
-                lora_alpha=2 * rank,
-                lora_dropout=0.0,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-            )
-            self._peft = get_peft_model(base, adapter)
-        self._peft.eval()
-        self.model = self._peft.get_base_model()
-        parameters = inspect.signature(self.model.forward).parameters
+        super().__init__(name, rank, seed, device)
+        self._chat = chat and self.tokenizer.chat_template is not None
+        arguments = inspect.signature(self.model.forward).parameters
         # transformers renamed the argument within version 5.
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self._takes_positions = "position_ids" in parameters
-        pieces = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
-        ends = {i for i, piece in enumerate(pieces) if "\n" in piece}
-        self._stops = sorted(ends | set(self.tokenizer.all_special_ids))
-        self._stop_set = frozenset(self._stops)
+        caches = [one for one in ("cache", "past_key_values") if one in arguments]
+        if not caches or "logits_to_keep" not in arguments:
+            raise ModelError(f"{name}: a {self.model.config.model_type} model cannot write with a cache")
+        self._cache_name = caches[0]
+        self._takes_positions = "position_ids" in arguments
+        self.stops = self._ends()
+        self._stop_set = frozenset(self.stops)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        device: torch.device = self.model.device
-        return device
-
-    # --- the adapter
-
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The adapter's parameters by name: all that trains."""
-        return {name: p for name, p in self._peft.named_parameters() if p.requires_grad}
-
-    def adapter(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of the adapter's parameters."""
-        return {name: p.detach().cpu().numpy().copy() for name, p in self.parameters().items()}
-
-    def load_adapter(self, tensors: Tensors) -> None:
-        """Set exactly what `adapter` gives. Raises WrongShape or NonFiniteUpdate and then changes nothing."""
-        own = self.parameters()
-        check_tensors(tensors, {name: tuple(p.shape) for name, p in own.items()}, "an adapter to load")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(torch.from_numpy(np.array(tensors[name])))
-
-    @contextmanager
-    def original(self) -> Iterator[None]:
-        """Inside the block the adapter is off: this is p_old."""
-        with self._peft.disable_adapter():
-            yield
+    def _ends(self) -> list[int]:
+        """Tokens that end a text: with a line break in them, special ones, the model's own ends."""
+        tokenizer = self.tokenizer
+        pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+        ends = {i for i, piece in enumerate(pieces) if "\n" in piece} | set(tokenizer.all_special_ids)
+        ends |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        own = self.model.generation_config.eos_token_id
+        ends |= set(own if isinstance(own, list) else [] if own is None else [own])
+        size = self.model.get_input_embeddings().num_embeddings  # a tokenizer may know more
+        return sorted(i for i in ends if i < size)
 
     # --- tokens
 
@@ -135,6 +124,25 @@ class LanguageModel:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of what a text is asked for with: as a user's message by the chat template, else encoded.
+
+        The template brings its own special tokens. Raises ModelError where it does not work.
+        """
+        if not self._chat:
+            return self.encode(text)
+        message = [{"role": "user", "content": text}]
+        try:
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, return_dict=False
+            )
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            raise ModelError(
+                f"{self.name}: the chat template takes no user message ({type(error).__name__}); "
+                "write crosslm.chat = false"
+            ) from error
+        return ids
+
     def _pad(self, rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:
         """ids and mask (B, S) int64. Heads are padded on the left, so that what follows them lines up."""
         longest = max(map(len, rows))
@@ -146,7 +154,7 @@ class LanguageModel:
         return torch.tensor(ids, device=self.device), torch.tensor(mask, device=self.device)
 
     def _run(self, ids: Tensor, mask: Tensor, keep: int, cache: DynamicCache | None = None) -> Tensor:
-        """Logits of the last `keep` positions (0: all) of `ids` (B, S), which follow what is in the cache.
+        """Logits, float32, of the last `keep` positions (0: all) of `ids` (B, S), after what is in the cache.
 
         mask: (B, cached + S). Positions are counted over real tokens, so padding on the left moves nothing.
         """
@@ -154,10 +162,11 @@ class LanguageModel:
         given: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
         if cache is not None:
             given[self._cache_name] = cache
-        output = self.model(
-            input_ids=ids, attention_mask=mask, use_cache=cache is not None, logits_to_keep=keep, **given
-        )
-        logits: Tensor = output.logits
+        with self._precision():
+            output = self.model(
+                input_ids=ids, attention_mask=mask, use_cache=cache is not None, logits_to_keep=keep, **given
+            )
+        logits: Tensor = output.logits.to(self.device, torch.float32)
         return logits
 
     def alone(self, rows: Sequence[Sequence[int]]) -> Predictions:
@@ -192,7 +201,7 @@ class LanguageModel:
             sums = (token_log_probs(said[:, :-1], head_ids[:, 1:]) * real).sum(1, keepdim=True)[chosen]
         logits = said[:, -1:][chosen]
         if ids.shape[1] > 1:
-            cache.batch_select_indices(chosen)
+            cache.reorder_cache(chosen)
             before = torch.cat([head_mask[chosen], mask[:, :-1]], 1)
             logits = torch.cat([logits, self._run(ids[:, :-1], before, 0, cache)], 1)
         return Predictions(logits, ids, mask.to(logits.dtype), sums)
@@ -206,28 +215,48 @@ class LanguageModel:
         max_new_tokens: int,
         top_p: float,
         seed: int,
+        top_k: int | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[Written]:
-        """One text after each prompt, by nucleus sampling (Holtzman et al. 2020), in the order of `prompts`.
+        """One text after each `prompt`, in their order, by nucleus sampling (Holtzman et al. 2020).
 
-        A text ends at a line break, a special token or `max_new_tokens`, and does not begin with one of the
-        former two. The same seed and weights give the same texts. progress: called with the texts done.
+        top_k: only so many of the likeliest tokens are drawn from. A text ends at a line break, a special
+        token or `max_new_tokens`, and does not begin with one of the former two. The same seed, weights and
+        prompts give the same texts. progress: called with the texts done. Raises ModelError where prompt and
+        text are longer than the model's positions.
         """
-        heads = [self.encode(prompt) for prompt in prompts]
+        heads = [self.prompt(prompt) for prompt in prompts]
+        self.require_positions(heads, max_new_tokens)
         written: list[Written | None] = [None] * len(prompts)
         generator = torch.Generator(self.device).manual_seed(seed)
         done = 0
         for chosen in _by_length([len(head) for head in heads], _WRITE_BATCH):
-            texts = self._write([heads[i] for i in chosen], max_new_tokens, top_p, generator)
+            # Weights that are cast for the multiplication are cast once for the whole block.
+            with torch.no_grad(), self._precision():
+                texts = self._write([heads[i] for i in chosen], max_new_tokens, top_p, top_k, generator)
             for i, text in zip(chosen, texts, strict=True):
                 written[i] = text
             done += len(chosen)
             progress(done)
         return [text for text in written if text is not None]
 
-    @torch.no_grad()
+    def require_positions(self, heads: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Raises ModelError where the longest head and a text after it do not fit into the positions."""
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(map(len, heads), default=0)
+        if positions is not None and longest + max_new_tokens > positions:
+            raise ModelError(
+                f"{self.name}: a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into "
+                f"its {positions} positions; shorten the prompt or lower crosslm.max_new_tokens"
+            )
+
     def _write(
-        self, rows: Sequence[Sequence[int]], max_new_tokens: int, top_p: float, generator: torch.Generator
+        self,
+        rows: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        top_p: float,
+        top_k: int | None,
+        generator: torch.Generator,
     ) -> list[Written]:
         # Every different prompt is read once; its cache is then repeated for its texts.
         different = list(dict.fromkeys(tuple(row) for row in rows))
@@ -235,26 +264,34 @@ class LanguageModel:
         ids, mask = self._pad(different, left=True)
         cache = DynamicCache(config=self.model.config)
         logits = self._run(ids, mask, 1, cache)[which, -1]
-        cache.batch_select_indices(which)
+        cache.reorder_cache(which)
         mask = mask[which]
-        stops = torch.tensor(self._stops, device=self.device)
-        tokens: list[Tensor] = []
-        log_probs: list[Tensor] = []
-        ended = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
-        while True:
-            allowed = logits if tokens else logits.index_fill(1, stops, -torch.inf)
-            token = nucleus_sample(allowed, top_p, generator)
-            tokens.append(token)
-            log_probs.append(token_log_probs(logits, token))
+        stops = torch.tensor(self.stops, device=self.device)
+        # A row that is taken out of the batch has its end among its tokens; what follows is never read.
+        tokens = torch.zeros(len(rows), max_new_tokens, dtype=torch.int64, device=self.device)
+        log_probs = torch.zeros(len(rows), max_new_tokens, device=self.device)
+        rest = torch.arange(len(rows), device=self.device)  # the rows still in the batch
+        ended = torch.zeros_like(rest, dtype=torch.bool)
+        for place in range(max_new_tokens):
+            allowed = logits if place else logits.index_fill(1, stops, -torch.inf)
+            token = nucleus_sample(allowed, top_p, generator, top_k)
+            tokens[rest, place] = token
+            log_probs[rest, place] = token_log_probs(logits, token)
             ended |= torch.isin(token, stops)
-            if len(tokens) == max_new_tokens or bool(ended.all()):
+            going = len(ended) - int(ended.sum())
+            if not going or place == max_new_tokens - 1:
                 break
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+            if going <= _GOING * len(ended):
+                kept = (~ended).nonzero().squeeze(1)
+                cache.reorder_cache(kept)
+                rest, token, mask, ended = rest[kept], token[kept], mask[kept], ended[kept]
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             logits = self._run(token.unsqueeze(1), mask, 1, cache)[:, -1]
-        columns, shares = torch.stack(tokens, 1).tolist(), torch.stack(log_probs, 1)
-        return [self._read_off(columns[i], shares[i]) for i in range(len(rows))]
+        shares = log_probs.cpu()
+        return [self.read_off(row, shares[i]) for i, row in enumerate(tokens.tolist())]
 
-    def _read_off(self, ids: list[int], log_probs: Tensor) -> Written:
+    def read_off(self, ids: list[int], log_probs: Tensor) -> Written:
+        """What was sampled, up to the first token that ends a text."""
         end = next((i for i, token in enumerate(ids) if token in self._stop_set), len(ids))
         # A token such as ".\n" ends the text and still has a full stop of it.
         shown = self.tokenizer.decode(ids[: end + 1], skip_special_tokens=True)

@@ -1,14 +1,14 @@
 """Training the server's language model on one arrival: CrossLM's (5), (7), (8) and (9) on real sequences.
 
-Source: Deng et al., arXiv 2312.05842; the losses themselves are in `methods.crosslm`. Only the adapter of the
-model that is given changes, and where training went wrong it is put back exactly. Nothing here generates,
-reads rows or knows the small models but for their rewards.
+Source: Deng et al., arXiv 2312.05842; the losses themselves are in `methods.crosslm`. What trains of the
+model that is given changes, and its optimizer; where training went wrong both are put back exactly. Nothing
+here generates, reads rows or knows the small models but for their rewards.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from securefl._language_model import LanguageModel, Predictions, Written
-from securefl.config import CrossLm
+from securefl.crosslm_terms import CrossLm
 from securefl.methods import crosslm
 
-KL_CEILING = 0.5  # nats a token; beyond it texts become alike and perplexity leaves its band
-_CHECKED = 8  # texts on which the KL after the last step is measured
-_PART = 16  # texts whose logits over the whole vocabulary are in memory at once
+_ENTROPY_FLOOR = 0.5  # of the original's entropy: below it texts become alike
+_CHECKED = 8  # texts on which the model after the last step is measured
+_PART = 8  # texts whose activations and logits over the whole vocabulary are in memory at once
 _MAX_GRADIENT_NORM = 1.0
 _LOSSES = ("generation", "understanding", "divergence")  # in the order of the gammas
+_MEASURES = ("kl", "entropy", "entropy_original")  # means over the tokens of the texts, nats
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,16 @@ class Exercise:
 class Lesson:
     """What training came to.
 
-    losses: at each step, before it: the parts of (9), its total and the mean KL in nats a token. kl: after
-    the last step. undone: why the adapter was put back to where it began, or None; then kl is None.
+    losses: at each step, before it: the parts of (9), its total, and over the tokens of the texts, in nats,
+    the mean KL to the original, the mean entropy of the next token and the original's. kl, entropy: after the
+    last step. undone: why weights and optimizer were put back to where they began, or None; then kl and
+    entropy are None.
     """
 
     losses: list[dict[str, float]]
     kl: float | None
     undone: str | None
+    entropy: float | None = None
 
 
 def teach(
@@ -57,16 +61,23 @@ def teach(
     rng: np.random.Generator,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Lesson:
-    """Train the adapter by (9), AdamW over `config.epochs` shuffled passes.
+    """Train by (9), with AdamW as the last lesson left it, over `config.epochs` shuffled passes.
 
-    gains: (n,) rewards, in stable mode minus their baseline. Stable mode stops at a KL above 0.5 nats a
-    token; both stop at NaN or infinity; the adapter is then exactly as before. progress: called with texts
-    done.
+    gains: (n,) rewards, in stable mode minus their baseline. Stable mode stops at a KL above
+    `config.kl_ceiling` nats a token or an entropy below half of the original's; both modes stop at NaN or
+    infinity. Weights and optimizer are then exactly as before, and so they are when `progress`, which is
+    called with texts done, raises.
     """
-    before = llm.adapter()
-    lesson = _train(llm, config, exercises, gains, rng, progress)
-    if lesson.undone is not None:
-        llm.load_adapter(before)
+    weights, moments = llm.state(), llm.optimizer_state()
+    undone: str | None = "stopped"
+    try:
+        lesson = _train(llm, config, exercises, gains, rng, progress)
+        undone = lesson.undone
+    finally:
+        llm.optimizer.zero_grad()  # gradients are as large as what trains
+        if undone is not None:
+            llm.load_state(weights)
+            llm.load_optimizer_state(moments)
     return lesson
 
 
@@ -79,7 +90,9 @@ def _train(
     progress: Callable[[int], None],
 ) -> Lesson:
     parameters = list(llm.parameters().values())
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=0.0)
+    optimizer = llm.optimizer
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate
     losses: list[dict[str, float]] = []
     done = 0
     chosen: list[int] = []
@@ -91,7 +104,7 @@ def _train(
             optimizer.zero_grad()
             step = _gradient(llm, config, [exercises[i] for i in chosen], gains[chosen])
             norm = float(torch.nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM))
-            alarm = _alarm(config, [*step.values(), norm], step["kl"])
+            alarm = _alarm(config, [*step.values(), norm], step)
             if alarm is not None:
                 return Lesson(losses, None, alarm)
             optimizer.step()
@@ -99,16 +112,26 @@ def _train(
             done += len(chosen)
             progress(done)
     # The last step has not been looked at yet, and the next arrival would start from it.
-    kl = divergence(llm, [exercises[i] for i in rng.permutation(chosen)[:_CHECKED]])
-    alarm = _alarm(config, [kl], kl)
-    return Lesson(losses, None if alarm else kl, alarm)
+    last = measure(llm, [exercises[i] for i in rng.permutation(chosen)[:_CHECKED]])
+    alarm = _alarm(config, list(last.values()), last)
+    return Lesson(losses, None, alarm) if alarm else Lesson(losses, last["kl"], None, last["entropy"])
 
 
-def _alarm(config: CrossLm, numbers: Sequence[float], kl: float) -> str | None:
+def _alarm(config: CrossLm, numbers: Sequence[float], measures: Mapping[str, float]) -> str | None:
     if not all(map(math.isfinite, numbers)):
         return "the language model's loss or gradient became NaN or infinite"
-    if config.mode == "stable" and kl > KL_CEILING:
-        return f"the KL to the original reached {kl:.2f} nats a token, above the ceiling of {KL_CEILING}"
+    kl, entropy, original = (measures[name] for name in _MEASURES)
+    if not config.stable:
+        return None
+    if kl > config.kl_ceiling:
+        return (
+            f"the KL to the original reached {kl:.2f} nats a token, above the ceiling of {config.kl_ceiling}"
+        )
+    if entropy < _ENTROPY_FLOOR * original:
+        return (
+            f"the entropy of the next token fell to {entropy:.2f} nats, below half of the original's "
+            f"{original:.2f}"
+        )
     return None
 
 
@@ -124,34 +147,44 @@ def _log_probs(said: Predictions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return said.logits.log_softmax(-1), said.tokens, said.mask, said.head_log_probs
 
 
+def _total_entropy(log_p: Tensor, mask: Tensor) -> float:
+    """Sum of the entropies of log_p (B, T, V) where mask (B, T) counts, row by row: V is large."""
+    rows = zip(log_p.detach(), mask, strict=True)
+    return float(sum(-((row.exp() * row).sum(-1) * counted).sum() for row, counted in rows))
+
+
 @torch.no_grad()
-def divergence(llm: LanguageModel, exercises: Sequence[Exercise]) -> float:
-    """Mean KL to the original at the tokens of the texts, nats a token."""
+def measure(llm: LanguageModel, exercises: Sequence[Exercise]) -> dict[str, float]:
+    """At the tokens of the texts, nats a token: mean KL to the original, mean entropy, the original's."""
     now = _after_prompts(llm, exercises, whole=False)
     with llm.original():
         old = _after_prompts(llm, exercises, whole=False)
     log_p, log_old = now.logits.log_softmax(-1), old.logits.log_softmax(-1)
-    return float(crosslm.divergences(log_p, log_old, now.mask).sum() / now.mask.sum())
+    kl = float(crosslm.divergences(log_p, log_old, now.mask).sum())
+    sums = (kl, _total_entropy(log_p, now.mask), _total_entropy(log_old, now.mask))
+    return {name: value / float(now.mask.sum()) for name, value in zip(_MEASURES, sums, strict=True)}
 
 
 def _gradient(
     llm: LanguageModel, config: CrossLm, exercises: Sequence[Exercise], gains: Tensor
 ) -> dict[str, float]:
-    """Add the gradient of (9) on a batch, in parts that fit in memory; gives its losses and mean KL.
+    """Add the gradient of (9) on a batch, in parts that fit in memory; gives what `Lesson.losses` has of it.
 
     Every loss is a mean over texts, so a part counts by its share of the batch.
     """
-    sums = dict.fromkeys((*_LOSSES, "kl"), 0.0)
+    sums = dict.fromkeys((*_LOSSES, *_MEASURES), 0.0)
     tokens = 0.0
     for start in range(0, len(exercises), _PART):
         part = exercises[start : start + _PART]
         share = len(part) / len(exercises)
-        losses, kl, count = _part_gradient(llm, config, part, gains[start : start + _PART], share)
+        losses, totals, count = _part_gradient(llm, config, part, gains[start : start + _PART], share)
         for name, value in losses.items():
             sums[name] += share * value
-        sums["kl"] += kl
+        for name, value in zip(_MEASURES, totals, strict=True):
+            sums[name] += value
         tokens += count
-    sums["kl"] /= tokens
+    for name in _MEASURES:
+        sums[name] /= tokens
     parts = [torch.tensor(sums[name]) for name in _LOSSES]
     sums["total"] = float(crosslm.total_loss(parts[0], parts[1], parts[2], config.gammas))
     return sums
@@ -159,20 +192,20 @@ def _gradient(
 
 def _part_gradient(
     llm: LanguageModel, config: CrossLm, part: Sequence[Exercise], gains: Tensor, share: float
-) -> tuple[dict[str, float], float, float]:
-    """Add `share` of the gradient of (9); gives the losses, the summed KL and the number of tokens of x.
+) -> tuple[dict[str, float], tuple[float, ...], float]:
+    """Add `share` of the gradient of (9); gives the losses, the sums of the measures and the tokens of x.
 
-    One forward pass of [M(y), x] with the adapter and one without serve (5) and (8). The gradient of (7) is
-    taken on its own: the logits of both sequences are never in memory together.
+    One forward pass of [M(y), x] and one by the original serve (5) and (8). The gradient of (7) is taken on
+    its own: the logits of both sequences are never in memory together.
     """
-    stable, gains, zero = config.mode == "stable", gains.to(llm.device), torch.zeros((), device=llm.device)
+    stable, gains, zero = config.stable, gains.to(llm.device), torch.zeros((), device=llm.device)
     with torch.no_grad(), llm.original():
         old_log_p, _, _, old_heads = _log_probs(_after_prompts(llm, part, whole=not stable))
     log_p, tokens, mask, heads = _log_probs(_after_prompts(llm, part, whole=not stable))
     said_p = crosslm.pick(log_p, tokens)
     if stable:
         sampled = pad_sequence([exercise.written.log_probs for exercise in part], batch_first=True)
-        loss_g = crosslm.clipped_generation_loss(said_p, sampled, mask, gains)
+        loss_g = crosslm.clipped_generation_loss(said_p, sampled.to(llm.device), mask, gains)
     else:
         loss_g = crosslm.generation_loss(
             torch.cat([heads, said_p], 1),
@@ -184,7 +217,8 @@ def _part_gradient(
     loss_r = crosslm.divergence_loss(kl, mask, per_token=stable)
     torch.autograd.backward(share * crosslm.total_loss(loss_g, zero, loss_r, config.gammas))
     values = {"generation": float(loss_g.detach()), "divergence": float(loss_r.detach())}
-    total_kl, count = float(kl.detach().sum()), float(mask.sum())
+    totals = (float(kl.detach().sum()), _total_entropy(log_p, mask), _total_entropy(old_log_p, mask))
+    count = float(mask.sum())
     del log_p, old_log_p, said_p, kl, loss_g, loss_r
 
     said = llm.alone([exercise.reading for exercise in part])
@@ -192,4 +226,4 @@ def _part_gradient(
     loss_t = crosslm.understanding_loss(log_t, said.mask, per_token=stable)
     torch.autograd.backward(share * crosslm.total_loss(zero, loss_t, zero, config.gammas))
     values["understanding"] = float(loss_t.detach())
-    return values, total_kl, count
+    return values, totals, count

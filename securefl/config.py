@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from securefl.crosslm_terms import CrossLm
 from securefl.errors import ConfigError, NotAvailable, UsageError
 from securefl.files import read_limited
 from securefl.messages import NAME, RUN, Step
@@ -32,10 +33,11 @@ from securefl.release import ROW, UNIT
 METHODS = ("standalone", "fedavg", "fedprox", "fedsgd", "fedkc", "crosslm", "datafree-kd")
 # Methods of one global model, made from the mean of what the silos send.
 AVERAGING = ("fedavg", "fedprox", "fedsgd", "fedkc")
+# Methods in which each silo's model comes to the server's language model by itself (`lanes`).
+ARRIVING = ("crosslm", "datafree-kd")
 _MAX_FILE = 2**20  # bytes
 _MAX_WHERE = 100  # characters of a field's name that a message repeats
 PLACE = r"^[^\x00]+$"  # what can be a path
-_Gamma = Annotated[float, Field(ge=0, le=1e4)]
 PERMIT_EMBEDDINGS = "the tokens of these rows can be read back from what is shared"
 
 
@@ -65,6 +67,11 @@ class Federation(Section):
         default={},
         description="Silos of a simulation that fall silent: "
         '`{ silo-1 = { round = 2, step = "deal" } }`; without a round, in each.',
+    )
+    speed: dict[str, Annotated[float, Field(ge=1e-3, le=1e3)]] = Field(
+        default={},
+        description="How fast silos of a simulation train, unset 1: `{ silo-1 = 2.0 }`; decides in which "
+        "order their models come to the language model of `crosslm` and `datafree-kd`.",
     )
 
 
@@ -272,33 +279,6 @@ class FedKc(Section):
     weights: Literal["uniform", "size"] = Field("uniform", description="Of the clusters in the loss.")
 
 
-class CrossLm(Section):
-    llm: str = Field("builtin:smollm2", description="Causal LM folder, hub name or builtin:smollm2.")
-    encoder: str = Field("builtin:minilm", description="Sentence encoder of the diversity in (10).")
-    mode: Literal["stable", "paper"] = Field(
-        "stable", description="`paper`: equations (5)-(10) to the letter."
-    )
-    synthetic: int = Field(64, ge=2, le=100_000, description="Texts generated an arrival.")
-    keep: float = Field(0.25, ge=1e-5, le=1, description="Share kept by the score (10).")
-    max_new_tokens: int = Field(32, ge=1, le=1024, description="Tokens generated a text.")
-    top_p: float = Field(0.95, ge=0.01, le=1, description="Nucleus of the sampling (3).")
-    gammas: tuple[_Gamma, _Gamma, _Gamma] = Field(
-        (1.0, 0.1, 0.05), strict=False, description="g1, g2, g3 of (9)."
-    )
-    lora_rank: int = Field(16, ge=1, le=512, description="Rank of the LLM's adapter.")
-    learning_rate: float = Field(2e-4, gt=0, le=1, description="AdamW's, for the adapter.")
-    epochs: int = Field(1, ge=1, le=100, description="Passes over an arrival's texts for the LLM.")
-    batch_size: int = Field(16, ge=1, le=4096, description="Texts a step, for the LLM.")
-    slm_epochs: int = Field(2, ge=1, le=100, description="Passes over the kept texts for the SLM.")
-    evaluate_rows: int = Field(
-        32, ge=1, le=MOST_ROWS, description="Test rows for the LLM's accuracy and perplexity."
-    )
-    prompts: dict[str, str] = Field(
-        default={}, description="Label to prompt M(y); unset: made from the label."
-    )
-    verbalisers: dict[str, str] = Field(default={}, description="Label to word V(y); unset: the label.")
-
-
 class PolicyTerms(Section):
     """What `simulate` writes into each silo's policy beyond what the configuration asks for."""
 
@@ -464,6 +444,11 @@ def _refuse_contradictions(config: Config, name: str) -> None:
                 f'{name}: fedkc.source: a silo\'s "own" centroids would steer its DP-SGD unaccounted; write '
                 '"peers"'
             )
+    if config.federation.speed and config.federation.method not in ARRIVING:
+        raise ConfigError(
+            f"{name}: federation.speed: {config.federation.method} waits for all silos in every round, so it "
+            "has no effect; leave it out"
+        )
     if privacy.centroids.noised and config.federation.method != "fedkc":
         raise ConfigError(
             f"{name}: privacy.centroids: {config.federation.method} shares no centroids, so their budget has "

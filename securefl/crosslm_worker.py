@@ -1,9 +1,9 @@
 """The server's language-model jobs in CrossLM: generate, reward, train, choose, and train the small model.
 
 Source: Deng et al., arXiv 2312.05842; numbers in brackets are its equations, whose mathematics is in
-`methods.crosslm`. A small model that arrives is read and never kept; what comes back is a candidate, which
-its silo compares with its own model on its own validation rows. This room sees no silo's rows and no keys,
-and does no I/O beyond loading its models.
+`methods.crosslm`. Of each silo the last model is held, to grade texts for others; what comes back is a
+candidate, which its silo compares with its own model on its own validation rows. This room sees no silo's
+rows and no keys, and does no I/O beyond loading its models.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from securefl._language_model import LanguageModel, Written
+from securefl._language_model import LanguageModel, Writer, Written
 from securefl._llm_training import Exercise, Lesson, teach
-from securefl.config import CrossLm
 from securefl.config import Slm as SlmTerms
+from securefl.crosslm_terms import SLOT, CrossLm
 from securefl.data import Rows
 from securefl.errors import ConfigError, ModelError, SecureflError
 from securefl.methods import crosslm
@@ -32,14 +32,13 @@ from securefl.training import fit, probabilities
 
 Progress = Callable[[int, int], None]
 
-READING = "\nThis text is about"  # what (1) asks after a text, and what M'(y) of (7) begins with
-SHORTEST = 4  # words; a shorter text is a heading or a fragment
 READ_TOKENS = 64  # of a text, when the language model reads it
-LABEL_SMOOTHING = 0.1  # stable mode: the label of a synthetic text is only what was asked for
 SAMPLES = 20  # texts of an arrival that go into its report
+# Texts that say nothing, by which (1) is calibrated.
+_NOTHING = ("N/A", "...", "[MASK]")
 
 # The streams of random numbers, told apart within the seed; arrivals count from 1.
-_ADAPTER, _LABELS, _TEXTS, _ORDER, _SLM, _JUDGED = range(6)
+_ADAPTER, _LABELS, _TEXTS, _ORDER, _SLM, _JUDGED, _AGAIN = range(7)
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,24 @@ class Sample:
     written: Written
 
 
+@dataclass(frozen=True, repr=False)
+class _Batch:
+    """Texts of one writing. labels: (n,); grades: (n, C), the graders' probabilities of the labels."""
+
+    samples: tuple[Sample, ...]
+    dropped: int
+    labels: Tensor
+    grades: Tensor
+    graders: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Arrival:
     """What the server made of one small model.
 
     candidate: its trained tensors after training on the kept texts (`Slm.load_state` takes them), or None,
-    and then the report's `note` says why. report: plain JSON. samples: all texts of the arrival.
+    and then the report's `note` says why. report: plain JSON. samples: all texts that the small
+    model could learn from.
     """
 
     candidate: dict[str, NDArray[np.float32]] | None
@@ -64,13 +75,33 @@ class Arrival:
     samples: tuple[Sample, ...]
 
 
-def _by_label(name: str, given: Mapping[str, str], labels: Sequence[str], default: str) -> list[str]:
+def _by_label(
+    name: str, given: Mapping[str, str], labels: Sequence[str], default: Sequence[str]
+) -> list[str]:
     unknown = sorted(set(given) - set(labels))
     if unknown:
         raise ConfigError(f"crosslm.{name}: {unknown[0]} is not a label; the labels are {', '.join(labels)}")
     if any(not given.get(label, "x").strip() for label in labels):
         raise ConfigError(f"crosslm.{name}: an entry is empty; give it text or leave it out")
-    return [given.get(label, default.format(label=label)) for label in labels]
+    return [given.get(label, other) for label, other in zip(labels, default, strict=True)]
+
+
+def _reading(template: str, words: Sequence[str]) -> tuple[str, list[str], str]:
+    """What (1) asks after a text, each label's answer to it, and how M'(y) of (7) ends.
+
+    M'(y) is what (1) asks, answered ("This text is about sport."), so that (7) practises what (1) measures.
+    """
+    before, end = template.split(SLOT)
+    gap = before[len(before.rstrip()) :]
+    return "\n" + before.rstrip(), [gap + word for word in words], end
+
+
+def _writer(config: CrossLm, llm: LanguageModel) -> Writer:
+    if config.backend == "torch":
+        return llm
+    from securefl._vllm import VllmWriter  # an extra
+
+    return VllmWriter(llm)
 
 
 class CrossLmWorker:
@@ -96,21 +127,32 @@ class CrossLmWorker:
         self.seed = seed
         self.slm = slm
         self.train_llm = train_llm
-        self._prompts = _by_label("prompts", config.prompts, labels, "Here is a text about {label}:")
-        self._verbalisers = _by_label("verbalisers", config.verbalisers, labels, "{label}")
+        self.terms = config.ingredients
+        words = _by_label("verbalisers", config.verbalisers, labels, labels)
+        prompts = [config.prompt.replace(SLOT, word) for word in words]
+        self._prompts = _by_label("prompts", config.prompts, labels, prompts)
         self._encoder = load_sentence_encoder(encoder)
-        self.llm = LanguageModel(config.llm, rank=config.lora_rank, seed=self._stream(_ADAPTER))
-        self._reading = self.llm.encode_inner(READING)
-        self._answers = [self.llm.encode_inner(f" {word}") for word in self._verbalisers]
-        # M'(y) is what (1) asks, answered: "This text is about sport."; so (7) practises what (1) measures.
-        full_stop = self.llm.encode_inner(".")
-        self._sentences = [(*self._reading, *answer, *full_stop) for answer in self._answers]
+        self.llm = LanguageModel(
+            config.llm,
+            rank=config.lora_rank if config.training == "lora" else None,
+            seed=self._stream(_ADAPTER),
+            device=config.device,
+            chat=config.chat,
+        )
+        self.writer: Writer = _writer(config, self.llm)
+        question, answers, end = _reading(config.reading, words)
+        self._reading = self.llm.encode_inner(question)
+        self._answers = [self.llm.encode_inner(answer) for answer in answers]
+        last = self.llm.encode_inner(end) if end else []
+        self._sentences = [(*self._reading, *answer, *last) for answer in self._answers]
+        # Each silo's last model, to grade for others: the model it is loaded into, and its tensors.
+        self.held: dict[str, tuple[Slm, dict[str, NDArray[np.float32]]]] = {}
         self.reports: list[dict[str, Any]] = []
 
     @property
     def stable(self) -> bool:
         """False for the paper's equations to the letter."""
-        return self.config.mode == "stable"
+        return self.config.stable
 
     @property
     def kl(self) -> list[float]:
@@ -133,50 +175,101 @@ class CrossLmWorker:
         progress: called with (units done, units), a unit being one text written, read or learned from.
         Raises ModelError where the model's labels are not this worker's.
         """
-        if slm.labels != self.labels:
+        if sorted(slm.labels) != sorted(self.labels):
             raise ModelError(f"the model of {silo} has other labels than the run; it cannot grade texts")
         started = time.monotonic()
         number = len(self.reports) + 1
         count, trained = self.config.synthetic, self.config.epochs if self.train_llm else 0
-        units = count * (2 + trained)
+        again = bool(trained) and self.terms.regenerate
+        units = count * (2 + trained + 2 * again)
 
         def tell(done: int) -> None:
             if progress is not None:
-                progress(done, units)
+                progress(min(done, units), units)
 
-        samples, dropped = self.synthesise(count, self._stream(_TEXTS, number), progress=tell)
         report: dict[str, Any] = {
             "silo": silo, "arrival": number, "mode": self.config.mode, "generated": count,
-            "dropped": dropped, "kept": 0, "per_class": {}, "mean_reward": None, "agreement": None,
-            "distinct_1": 0.0, "distinct_2": 0.0, "losses": [], "kl": None, "note": None, "seconds": 0.0,
-            "samples": [],
+            "dropped": 0, "kept": 0, "per_class": {}, "mean_reward": None, "agreement": None,
+            "distinct_1": 0.0, "distinct_2": 0.0, "losses": [], "kl": None, "entropy": None,
+            "note": None, "seconds": 0.0, "graders": [], "samples": [],
         }  # fmt: skip
-        candidate = None
-        if not samples:
-            report["note"] = "no usable text was generated"
-        else:
-            labels = torch.tensor([sample.label for sample in samples])
-            shares = torch.from_numpy(probabilities(slm, [sample.text for sample in samples]))
-            if not shares.isfinite().all():
-                report["note"] = (
-                    f"the model of {silo} gives probabilities that are not finite; nothing learned"
-                )
-            else:
-                reward = crosslm.rewards(shares, labels)
-                report["agreement"] = float((shares.argmax(1) == labels).float().mean())
-                if self.train_llm:
-                    lesson = self._teach(samples, reward, labels, number, lambda done: tell(count + done))
-                    report |= {"losses": lesson.losses, "kl": lesson.kl}
-                    if lesson.undone is not None:
-                        report["note"] = f"{lesson.undone}; the adapter was put back to before this arrival"
-                kept = self._choose(samples, reward, labels)
-                report |= self._describe(samples, reward, kept)
-                candidate, failure = self._train_slm(slm, [samples[j] for j in kept], number)
-                report["note"] = "; ".join(note for note in (report["note"], failure) if note) or None
+        notes: list[str | None] = []
+        candidate, batch = None, self._written(slm, silo, _TEXTS, number, tell, 0)
+        if batch.samples and not batch.grades.isfinite().all():
+            notes.append(f"the model of {silo} gives probabilities that are not finite; nothing learned")
+        elif batch.samples:
+            if self.train_llm:
+                lesson = self._teach(batch, number, lambda done: tell(count + done))
+                report |= {"losses": lesson.losses, "kl": lesson.kl, "entropy": lesson.entropy}
+                if lesson.undone is not None:
+                    notes.append(f"{lesson.undone}; the weights were put back to before this arrival")
+                elif again:
+                    batch = self._written(slm, silo, _AGAIN, number, tell, count * (1 + trained))
+            if batch.samples:
+                kept = self._choose(batch)
+                report |= self._describe(batch, kept)
+                candidate, failure = self._train_slm(slm, batch, kept, number)
+                notes.append(failure)
+        notes += [*self._missing(batch), None if batch.samples else "no usable text was generated"]
+        report |= {"dropped": batch.dropped, "graders": sorted(batch.graders)}
+        report["note"] = "; ".join(note for note in notes if note) or None
         report["seconds"] = round(time.monotonic() - started, 3)
+        if batch.samples and batch.grades.isfinite().all():
+            self.held[silo] = (slm, slm.state())
         self.reports.append(report)
         tell(units)
-        return Arrival(candidate, report, tuple(samples))
+        return Arrival(candidate, report, batch.samples)
+
+    def _missing(self, batch: _Batch) -> list[str]:
+        """A sentence on each label without a usable text; raises ModelError where that is to stop the run."""
+        made = {sample.label for sample in batch.samples}
+        missing = [name for i, name in enumerate(self.labels) if i not in made]
+        if not missing:
+            return []
+        said = f"{self.config.llm} wrote nothing usable for {', '.join(missing)}; change crosslm.prompts"
+        if self.config.unusable == "stop":
+            raise ModelError(f"{said}, or set crosslm.max_new_tokens higher")
+        return [said]
+
+    # --- grading: equation (4)
+
+    def _written(
+        self, slm: Slm, silo: str, purpose: int, number: int, tell: Callable[[int], None], done: int
+    ) -> _Batch:
+        """New texts of the language model as it is now, and what the graders say of them."""
+        samples, dropped = self.synthesise(
+            self.config.synthetic, self._stream(purpose, number), progress=lambda made: tell(done + made)
+        )
+        if not samples:
+            nothing = torch.zeros(0, len(self.labels))
+            return _Batch((), dropped, torch.zeros(0, dtype=torch.int64), nothing, ())
+        labels = torch.tensor([sample.label for sample in samples])
+        grades, graders = self._grades(slm, silo, [sample.text for sample in samples], labels)
+        return _Batch(tuple(samples), dropped, labels, grades, graders)
+
+    def _grades(
+        self, slm: Slm, silo: str, texts: Sequence[str], labels: Tensor
+    ) -> tuple[Tensor, tuple[str, ...]]:
+        """(n, C) probabilities of this worker's labels by the arriving model, or by all that arrived."""
+        found = [self._graded(slm, texts, labels)]
+        others = self.held if self.terms.graders == "ensemble" else {}
+        for name, (model, tensors) in others.items():
+            if name == silo:
+                continue
+            before = model.state()
+            try:
+                model.load_state(tensors)
+                found.append(self._graded(model, texts, labels))
+            finally:
+                model.load_state(before)
+        return torch.stack(found).mean(0), (silo, *(name for name in others if name != silo))
+
+    def _graded(self, slm: Slm, texts: Sequence[str], labels: Tensor) -> Tensor:
+        own = probabilities(slm, texts)[:, [slm.labels.index(label) for label in self.labels]]
+        said = torch.from_numpy(own)
+        if self.terms.prior == "none" or not bool(said.isfinite().all()):
+            return said
+        return crosslm.without_prior(said, labels)
 
     # --- writing: equations (2) and (3)
 
@@ -195,21 +288,23 @@ class CrossLmWorker:
     ) -> tuple[list[Sample], int]:
         """(2) and (3): texts for drawn labels by the language model as it is now, and how many were dropped.
 
-        Empty texts are dropped; in stable mode also those below 4 words and repeats of an earlier text.
+        Empty texts are dropped; as are those of fewer words than `min_words` and, in stable mode, repeats of
+        an earlier text.
         The same seed and weights give the same texts.
         """
         labels = self._draw_labels(count, self._mix(seed, _LABELS))
-        written = self.llm.write(
+        written = self.writer.write(
             [self._prompts[label] for label in labels],
             max_new_tokens=self.config.max_new_tokens,
             top_p=self.config.top_p,
+            top_k=self.config.top_k,
             seed=self._mix(seed, _TEXTS),
             progress=progress,
         )
         samples: list[Sample] = []
         seen: set[str] = set()
         for label, text in zip(labels, written, strict=True):
-            short = len(text.text.split()) < (SHORTEST if self.stable else 1)
+            short = len(text.text.split()) < self.config.fewest_words
             if short or not text.tokens or (self.stable and text.text.lower() in seen):
                 continue
             seen.add(text.text.lower())
@@ -222,47 +317,47 @@ class CrossLmWorker:
 
     # --- training the language model
 
-    def _teach(
-        self,
-        samples: Sequence[Sample],
-        reward: Tensor,
-        labels: Tensor,
-        number: int,
-        progress: Callable[[int], None],
-    ) -> Lesson:
-        gains = crosslm.baseline(reward, labels) if self.stable else reward
-        heads = [tuple(self.llm.encode(prompt)) for prompt in self._prompts]
+    def _teach(self, batch: _Batch, number: int, progress: Callable[[int], None]) -> Lesson:
+        reward = crosslm.rewards(batch.grades, batch.labels)
+        gains = crosslm.baseline(reward, batch.labels) if self.terms.baseline else reward
+        heads = [tuple(self.llm.prompt(prompt)) for prompt in self._prompts]
         exercises = [
             Exercise(heads[s.label], s.written, (*self.llm.encode(s.text), *self._sentences[s.label]))
-            for s in samples
+            for s in batch.samples
         ]
         rng = np.random.default_rng(self._stream(_ORDER, number))
         return teach(self.llm, self.config, exercises, gains, rng, progress)
 
     # --- choosing by (10), and the small model
 
-    def _choose(self, samples: Sequence[Sample], reward: Tensor, labels: Tensor) -> list[int]:
+    def _choose(self, batch: _Batch) -> list[int]:
         vectors = self._encoder.encode(
-            [sample.text for sample in samples], convert_to_numpy=True, show_progress_bar=False
+            [sample.text for sample in batch.samples], convert_to_numpy=True, show_progress_bar=False
         )
         matrix = torch.from_numpy(np.asarray(vectors, np.float32))
-        score = crosslm.scores(reward, matrix)
+        reward = crosslm.rewards(batch.grades, batch.labels)
+        score = crosslm.scores(reward, matrix) if self.terms.diversity else reward
         if self.stable:
             keep, classes = self.config.keep, len(self.labels)
-            return crosslm.select_balanced(score, reward, labels, matrix, keep, classes)
+            return crosslm.select_balanced(score, reward, batch.labels, matrix, keep, classes)
         return crosslm.select(score, self.config.keep)
 
     def _train_slm(
-        self, slm: Slm, kept: Sequence[Sample], number: int
+        self, slm: Slm, batch: _Batch, kept: Sequence[int], number: int
     ) -> tuple[dict[str, NDArray[np.float32]] | None, str | None]:
         """The candidate and None, or None and why there is none. `slm` is left as it came."""
         if not kept:
             return None, "no text was kept, so there is no candidate"
+        place = [slm.labels.index(label) for label in self.labels]
         rows = Rows(
-            tuple(f"synthetic-{number}-{j}" for j in range(len(kept))),
-            tuple(sample.text for sample in kept),
-            np.array([sample.label for sample in kept], np.int64),
+            tuple(f"synthetic-{number}-{j}" for j in kept),
+            tuple(batch.samples[j].text for j in kept),
+            np.array([place[batch.samples[j].label] for j in kept], np.int64),
         )
+        targets = None
+        if self.terms.targets == "graders":
+            targets = np.zeros((len(kept), len(place)), np.float32)
+            targets[:, place] = batch.grades[list(kept)].numpy()
         before = slm.state()
         encoder_rate, head_rate = self.slm.learning_rates(private=False)
         try:
@@ -274,7 +369,8 @@ class CrossLmWorker:
                 learning_rate=encoder_rate,
                 head_learning_rate=head_rate,
                 seed=self._stream(_SLM, number),
-                label_smoothing=LABEL_SMOOTHING if self.stable else 0.0,
+                label_smoothing=self.terms.label_smoothing,
+                targets=targets,
             )
             return slm.state(), None
         except SecureflError as error:
@@ -282,7 +378,8 @@ class CrossLmWorker:
         finally:
             slm.load_state(before)
 
-    def _describe(self, samples: Sequence[Sample], reward: Tensor, kept: Sequence[int]) -> dict[str, Any]:
+    def _describe(self, batch: _Batch, kept: Sequence[int]) -> dict[str, Any]:
+        samples, reward = batch.samples, crosslm.rewards(batch.grades, batch.labels)
         words = [sample.text.lower().split() for sample in samples]
         made, chosen = Counter(s.label for s in samples), Counter(samples[j].label for j in kept)
         # A spread over the arrival rather than its beginning, which in stable mode is one label.
@@ -291,6 +388,7 @@ class CrossLmWorker:
             "kept": len(kept),
             "per_class": {name: {"usable": made[i], "kept": chosen[i]} for i, name in enumerate(self.labels)},
             "mean_reward": float(reward.mean()),
+            "agreement": float((batch.grades.argmax(1) == batch.labels).float().mean()),
             "distinct_1": crosslm.distinct(words, 1),
             "distinct_2": crosslm.distinct(words, 2),
             "samples": [
@@ -306,20 +404,32 @@ class CrossLmWorker:
 
     # --- evaluation
 
-    def label_probabilities(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def label_probabilities(self, texts: Sequence[str], *, calibrated: bool = False) -> NDArray[np.float32]:
         """(1): p(y|x) proportional to P(V(y) | M(x)), shape (n, C).
 
-        M(x) is the first 64 tokens of x followed by `READING`.
+        M(x) is the first 64 tokens of x followed by what stands before the slot of `crosslm.reading`.
+        calibrated: over P(V(y) | M(x0)) of texts x0 that say nothing, which takes out that some words are
+        likely after any text (Zhao et al. 2021, "Calibrate before use").
         """
-        rows = [[*self.llm.encode(text, READ_TOKENS), *self._reading] for text in texts]
-        shares: NDArray[np.float32] = self.llm.answer_log_probs(rows, self._answers).softmax(1).numpy()
+
+        def said(of: Sequence[str]) -> Tensor:
+            rows = [[*self.llm.encode(text, READ_TOKENS), *self._reading] for text in of]
+            return self.llm.answer_log_probs(rows, self._answers)
+
+        logs = said(texts)
+        if calibrated:
+            logs = logs - said(_NOTHING).log_softmax(1).mean(0)
+        shares: NDArray[np.float32] = logs.softmax(1).numpy()
         return shares
 
-    def nlu_accuracy(self, texts: Sequence[str], labels: Sequence[int] | NDArray[np.int64]) -> float:
+    def nlu_accuracy(
+        self, texts: Sequence[str], labels: Sequence[int] | NDArray[np.int64], *, calibrated: bool = False
+    ) -> float:
         """Share of texts whose likeliest label by (1) is theirs; NaN without texts."""
         if not texts:
             return math.nan
-        return float((self.label_probabilities(texts).argmax(1) == np.asarray(labels)).mean())
+        said = self.label_probabilities(texts, calibrated=calibrated)
+        return float((said.argmax(1) == np.asarray(labels)).mean())
 
     def perplexity(self, texts: Sequence[str], *, original: bool = False) -> float:
         """Of a token, over the first 64 tokens of each text; `original` is without what was learned."""

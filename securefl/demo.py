@@ -29,8 +29,7 @@ REFERENCE = "fedavg"  # the run that later ones are compared with, besides each 
 PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "min_size": 4}
 # In the form that SmolLM2-Instruct was tuned on: after a plain "A report about X:" it often leaves X.
 PROMPTS = {
-    label: f"<|im_start|>user\nWrite one sentence from a BBC news report about {what}.<|im_end|>\n"
-    "<|im_start|>assistant\n"
+    label: f"Write one sentence from a BBC news report about {what}."
     for label, what in {
         "business": "a company or the economy",
         "entertainment": "a film, a band or an actor",

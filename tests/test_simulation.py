@@ -17,15 +17,17 @@ import torch
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from securefl.config import PERMIT_EMBEDDINGS, Config
+from securefl.crosslm_worker import CrossLmWorker
 from securefl.crypto.identity import Identity
 from securefl.data import load_corpus
-from securefl.errors import PolicyRefusal, TooFewSilos, UsageError
+from securefl.errors import ConfigError, PolicyRefusal, TooFewSilos, UsageError
 from securefl.ledger import verify_ledger
 from securefl.models import load_trained
 from securefl.release import READABLE, SUMMED, decode_release
 from securefl.result import Result
 from securefl.simulation import Simulation, work_units
 from securefl.training import embed, probabilities
+from tests import tiny
 from tests.federation import tiny_config
 
 DP = {"centroids": {"epsilon": 8.0, "min_size": 2}}
@@ -93,7 +95,13 @@ def run(config: Config, out: Path, **options: Any) -> Result:
 
 def numbers(result: Result) -> dict[str, Any]:
     """What the same seed must repeat: everything but times, random identities, and sizes of signatures."""
-    plain = result.model_dump(exclude={"run", "seconds", "peak_memory_bytes", "rounds", "versions"})
+    times = {"server": {"arrivals": {"__all__": {"seconds"}}}}
+    plain = result.model_dump(
+        exclude={
+            **dict.fromkeys(("run", "seconds", "peak_memory_bytes", "rounds", "versions"), True),
+            **times,
+        }
+    )
     return {**plain, "bytes_down": [row.bytes_down for row in result.rounds]}
 
 
@@ -373,19 +381,139 @@ def test_nothing_secret_leaves(
 def test_heterogeneous_models_with_crosslm(
     tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
-    from tests import tiny
+    """Another size, another architecture and another tokenizer side by side, each graded by its own."""
+    small = tiny.make_encoder(tmp_path / "small", layers=1, width=16, seed=4, vocabulary=tiny.WORDS[::-1])
+    decoder = tiny.make_architecture(tmp_path / "gpt2", "gpt2")
+    models = [str(tiny_encoder), str(small), str(decoder)]
+    config = config_for("crosslm", tiny_encoder, tiny_llm, tiny_data, slm={"models": models})
+    result = run(config, tmp_path / "run")
+    assert [row.model for row in result.clients] == models
+    assert not result.rounds[0].refusals
+    assert sorted(row.silo for row in result.server.arrivals) == ["silo-1", "silo-2", "silo-3"]
+    assert all(row.outcome == "served" for row in result.server.arrivals)
+    assert any(row.candidate for row in result.server.arrivals)
 
-    other = tiny.make_encoder(tmp_path / "other", layers=1, width=16, seed=4)
+
+def clocked(result: Result, config: Config) -> list[tuple[float, str, int, int]]:
+    """What the clock says of the run, worked out a second way: time of coming, silo, round, how many ahead.
+
+    In steps of the LLM's free moments rather than a heap of events. Who stands in the result tells whether a
+    silo got a candidate, which takes it no time.
+    """
+    epochs, speed = config.slm.epochs, config.federation.speed
+    takes = {row.name: row.train_rows * epochs / speed.get(row.name, 1.0) for row in result.clients}
+    ready, number = dict(takes), dict.fromkeys(takes, 1)
+    free, found, ends = 0.0, [], list[float]()
+    while ready:
+        name = min(ready, key=lambda one: ready[one])
+        came = ready.pop(name)
+        found.append((came, name, number[name], sum(end > came for end in ends)))
+        free = max(free, came) + config.crosslm.synthetic
+        ends.append(free)
+        if number[name] < config.federation.rounds:
+            number[name] += 1
+            ready[name] = free + takes[name]
+    return found
+
+
+@pytest.mark.parametrize("speed", [{}, {"silo-1": 1.7}, {"silo-1": 0.3, "silo-3": 12.5}])
+def test_arrivals_interleave_and_queue_by_the_clock(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path, speed: dict[str, float]
+) -> None:
     config = config_for(
-        "crosslm",
-        tiny_encoder,
-        tiny_llm,
-        tiny_data,
-        slm={"models": [str(tiny_encoder), str(other), str(tiny_encoder)]},
+        "datafree-kd", tiny_encoder, tiny_llm, tiny_data, federation={"rounds": 3, "speed": speed}
     )
     result = run(config, tmp_path / "run")
-    assert [row.model for row in result.clients] == [str(tiny_encoder), str(other), str(tiny_encoder)]
-    assert not result.rounds[0].refusals
+    arrivals = result.server.arrivals
+    found = [(row.silo, row.round, row.queued_behind) for row in arrivals]
+    assert found == [(name, number, ahead) for _, name, number, ahead in clocked(result, config)]
+    assert [row.arrival for row in arrivals] == list(range(1, 10))
+    assert all(row.staleness == 0 for row in arrivals), "this language model never learns"
+    kept = {row.silo: row.kept_candidate for row in arrivals if row.kept_candidate is not None}
+    for client in result.clients:
+        assert client.kept_candidate == kept.get(client.name)
+    assert sum(row.bytes_up for row in result.rounds) == sum(client.bytes_up for client in result.clients)
+    stored = json.loads((tmp_path / "run/result.json").read_text())["server"]["arrivals"]
+    assert [row["silo"] for row in stored] == [row.silo for row in arrivals]
+
+
+def test_a_silent_silo_misses_its_round_and_the_others_go_on(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    drop = {"silo-2": {"round": 1, "step": "train"}}
+    config = config_for(
+        "datafree-kd", tiny_encoder, tiny_llm, tiny_data, federation={"rounds": 2, "drop": drop}
+    )
+    result = run(config, tmp_path / "run")
+    served = sorted((row.silo, row.round) for row in result.server.arrivals)
+    assert served == [("silo-1", 1), ("silo-1", 2), ("silo-2", 2), ("silo-3", 1), ("silo-3", 2)]
+    assert [[(entry.name, entry.error) for entry in row.refusals] for row in result.rounds] == [
+        [("silo-2", "Silent")],
+        [],
+    ]
+    everyone = {f"silo-{i}": {"round": 1, "step": "train"} for i in (1, 2, 3)}
+    config = config_for(
+        "datafree-kd", tiny_encoder, tiny_llm, tiny_data, federation={"rounds": 2, "drop": everyone}
+    )
+    with pytest.raises(TooFewSilos, match="round 1: no silo sent a model"):
+        run(config, tmp_path / "none")
+
+
+def test_a_refusal_of_all_silos_is_said_in_their_words(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for("datafree-kd", tiny_encoder, tiny_llm, tiny_data)
+    simulation = Simulation(config, load_corpus(config), tmp_path / "run")
+    make = simulation._make_clients
+
+    def stingy(run: str, server: Identity) -> None:
+        make(run, server)
+        for client in simulation.clients.values():
+            client.policy = client.policy.model_copy(update={"max_release_bytes": 100})
+
+    monkeypatch.setattr(simulation, "_make_clients", stingy)
+    with pytest.raises(PolicyRefusal, match="max_release_bytes"):
+        simulation.run()
+
+
+def test_an_interrupted_run_does_not_teach_the_language_model_again(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for("crosslm", tiny_encoder, tiny_llm, tiny_data, federation={"rounds": 2})
+    whole = run(config, tmp_path / "whole")
+    served: list[str] = []
+    real = CrossLmWorker.arrival
+
+    def counted(self: CrossLmWorker, slm: Any, silo: str, *more: Any) -> Any:
+        served.append(silo)
+        return real(self, slm, silo, *more)
+
+    monkeypatch.setattr(CrossLmWorker, "arrival", counted)
+
+    def stop(_: float, what: str) -> None:
+        if "teach each other" in what and len(served) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run", progress=stop)
+    assert list((tmp_path / "run.partial/state").glob("server-*/state.json"))
+    again = run(config, tmp_path / "run", resume=True)
+    assert len(served) == 6, "two were left"
+    assert numbers(again) == numbers(whole)
+    assert not (tmp_path / "run/state").exists()
+
+
+def test_speeds_must_be_of_silos_of_the_run(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = config_for("crosslm", tiny_encoder, tiny_llm, tiny_data, federation={"speed": {"silo-9": 2.0}})
+    with pytest.raises(ConfigError, match=r"federation\.speed: silo-9"):
+        run(config, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"federation\.speed: fedavg"):
+        config_for("fedavg", tiny_encoder, tiny_llm, tiny_data, federation={"speed": {"silo-1": 2.0}})
+    for odd in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"federation\.speed\.silo-1"):
+            config_for("crosslm", tiny_encoder, tiny_llm, tiny_data, federation={"speed": {"silo-1": odd}})
 
 
 @pytest.mark.real
