@@ -43,7 +43,14 @@ def make_model(encoder: Path, labels: tuple[str, ...], turn: float = 1.0) -> Slm
 
 
 def make_worker(encoder: Path, llm: Path, seed: int = 1, **changes: Any) -> CrossLmWorker:
-    terms = {"synthetic": 16, "max_new_tokens": 20, "batch_size": 8, "learning_rate": 1e-3, "lora_rank": 2}
+    terms: dict[str, Any] = {
+        "synthetic": 16,
+        "max_new_tokens": 20,
+        "batch_size": 8,
+        "learning_rate": 1e-3,
+        "lora_rank": 2,
+    }
+    terms["prompt"] = "Here is a text about {label}:"
     config = CrossLm.model_validate({"llm": str(llm), **terms, **changes})
     return CrossLmWorker(config, LABELS, seed=seed, encoder=str(encoder))
 
