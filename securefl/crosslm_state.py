@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
-from securefl.crosslm_worker import CrossLmWorker, Progress
+from securefl.crosslm_worker import CrossLmWorker, figures, Progress
 from securefl.errors import ProtocolError, SecureflError, UsageError, WrongRound
 from securefl.files import make_folder, read_limited, write_atomic
 from securefl.lanes import Job, Past
@@ -146,6 +146,7 @@ class ServedWorker:
                 candidate=one.candidate is not None,
                 note=report["note"],
                 seconds=report["seconds"],
+                **figures(report),
             )
             wanted = one.candidate if last[one.silo] is one else None
             candidate = None if wanted is None else self._get(wanted)

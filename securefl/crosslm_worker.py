@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from securefl.data import Rows
 from securefl.errors import ConfigError, ModelError, SecureflError
 from securefl.methods import crosslm
 from securefl.models import Slm, load_sentence_encoder
+from securefl.synthetic_quality import MOST_DRAWN, quality, self_bleu
 from securefl.training import fit, probabilities
 
 Progress = Callable[[int, int], None]
@@ -36,9 +36,13 @@ READ_TOKENS = 64  # of a text, when the language model reads it
 SAMPLES = 20  # texts of an arrival that go into its report
 # Texts that say nothing, by which (1) is calibrated.
 _NOTHING = ("N/A", "...", "[MASK]")
+# Stable mode undoes a lesson after which texts are that much more alike. Between two draws of as many
+# film reviews it differs by a standard deviation of at most 0.02.
+_SELF_BLEU_RISE = 0.15
+_FEWEST_COMPARED = 8  # texts: of fewer, a chance likeness of two moves the mean
 
 # The streams of random numbers, told apart within the seed; arrivals count from 1.
-_ADAPTER, _LABELS, _TEXTS, _ORDER, _SLM, _JUDGED, _AGAIN = range(7)
+_ADAPTER, _LABELS, _TEXTS, _ORDER, _SLM, _JUDGED, _AGAIN, _ALIKE = range(8)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,12 @@ class Arrival:
     candidate: dict[str, NDArray[np.float32]] | None
     report: dict[str, Any]
     samples: tuple[Sample, ...]
+
+
+def figures(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What `result.ArrivalRow` has of an arrival's texts, from the worker's report of it."""
+    names = ("kl", "agreement", "self_bleu", "distinct_2", "mean_words")
+    return {**{name: report.get(name) for name in names}, "per_label": report.get("per_class", {})}
 
 
 def _by_label(
@@ -190,8 +200,9 @@ class CrossLmWorker:
         report: dict[str, Any] = {
             "silo": silo, "arrival": number, "mode": self.config.mode, "generated": count,
             "dropped": 0, "kept": 0, "per_class": {}, "mean_reward": None, "agreement": None,
-            "distinct_1": 0.0, "distinct_2": 0.0, "losses": [], "kl": None, "entropy": None,
-            "note": None, "seconds": 0.0, "graders": [], "samples": [],
+            "self_bleu": None, "distinct_1": None, "distinct_2": None, "mean_words": None, "words_5": None,
+            "words_95": None, "losses": [], "kl": None, "entropy": None, "note": None, "seconds": 0.0,
+            "graders": [], "samples": [],
         }  # fmt: skip
         notes: list[str | None] = []
         candidate, batch = None, self._written(slm, silo, _TEXTS, number, tell, 0)
@@ -199,15 +210,24 @@ class CrossLmWorker:
             notes.append(f"the model of {silo} gives probabilities that are not finite; nothing learned")
         elif batch.samples:
             if self.train_llm:
+                before = (self.llm.state(), self.llm.optimizer_state()) if again else None
                 lesson = self._teach(batch, number, lambda done: tell(count + done))
                 report |= {"losses": lesson.losses, "kl": lesson.kl, "entropy": lesson.entropy}
                 if lesson.undone is not None:
                     notes.append(f"{lesson.undone}; the weights were put back to before this arrival")
-                elif again:
-                    batch = self._written(slm, silo, _AGAIN, number, tell, count * (1 + trained))
+                elif before is not None:
+                    new = self._written(slm, silo, _AGAIN, number, tell, count * (1 + trained))
+                    alike = self._grown_alike(batch, new, number)
+                    if alike is None:
+                        batch = new
+                    else:
+                        self.llm.load_state(before[0])
+                        self.llm.load_optimizer_state(before[1])
+                        report |= {"kl": None, "entropy": None}
+                        notes.append(f"{alike}; the weights were put back to before this arrival")
             if batch.samples:
                 kept = self._choose(batch)
-                report |= self._describe(batch, kept)
+                report |= self._describe(batch, kept, number)
                 candidate, failure = self._train_slm(slm, batch, kept, number)
                 notes.append(failure)
         notes += [*self._missing(batch), None if batch.samples else "no usable text was generated"]
@@ -230,6 +250,18 @@ class CrossLmWorker:
         if self.config.unusable == "stop":
             raise ModelError(f"{said}, or set crosslm.max_new_tokens higher")
         return [said]
+
+    def _grown_alike(self, before: _Batch, after: _Batch, number: int) -> str | None:
+        """Why a lesson is undone, by the texts written before it and after it; None where it may stand."""
+        # As many of each: with more texts there are more to be like.
+        count = min(len(before.samples), len(after.samples), MOST_DRAWN)
+        if count < _FEWEST_COMPARED:
+            return None
+        rng = np.random.default_rng(self._stream(_ALIKE, number))
+        first, second = (self_bleu([s.text for s in b.samples], rng, count) for b in (before, after))
+        if first is None or second is None or second - first <= _SELF_BLEU_RISE:
+            return None
+        return f"the texts grew alike, from a self-BLEU of {first:.2f} to {second:.2f}"
 
     # --- grading: equation (4)
 
@@ -378,19 +410,22 @@ class CrossLmWorker:
         finally:
             slm.load_state(before)
 
-    def _describe(self, batch: _Batch, kept: Sequence[int]) -> dict[str, Any]:
+    def _describe(self, batch: _Batch, kept: Sequence[int], number: int) -> dict[str, Any]:
         samples, reward = batch.samples, crosslm.rewards(batch.grades, batch.labels)
-        words = [sample.text.lower().split() for sample in samples]
-        made, chosen = Counter(s.label for s in samples), Counter(samples[j].label for j in kept)
+        found = quality(
+            [sample.text for sample in samples],
+            [sample.label for sample in samples],
+            kept,
+            self.labels,
+            np.random.default_rng(self._stream(_ALIKE, number)),
+        )
         # A spread over the arrival rather than its beginning, which in stable mode is one label.
         shown = np.unique(np.linspace(0, len(samples) - 1, min(SAMPLES, len(samples))).round().astype(int))
         return {
             "kept": len(kept),
-            "per_class": {name: {"usable": made[i], "kept": chosen[i]} for i, name in enumerate(self.labels)},
+            **found.row(),
             "mean_reward": float(reward.mean()),
             "agreement": float((batch.grades.argmax(1) == batch.labels).float().mean()),
-            "distinct_1": crosslm.distinct(words, 1),
-            "distinct_2": crosslm.distinct(words, 2),
             "samples": [
                 {
                     "label": self.labels[samples[j].label],

@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from securefl.announcement import Announcement
 from securefl.config import Config
@@ -195,13 +196,15 @@ class Lanes:
         learned: bool,
         seconds: float = 0.0,
         note: str | None = None,
+        figures: Mapping[str, Any] = {},
     ) -> None:
         """End the job: its silo is offered the candidate at once, if there is one.
 
-        learned: whether the language model is another than before. note: for the arrival's row. Raises
-        UsageError for another job than the one being served.
+        learned: whether the language model is another than before. note, figures: for the arrival's row.
+        Raises UsageError for another job than the one being served.
         """
-        self._end(job, "served", candidate is not None, seconds, note)
+        done = candidate is not None
+        self._end(job, outcome="served", candidate=done, seconds=seconds, note=note, **figures)
         self._age(job.silo, learned=learned, answered=candidate is not None)
         if candidate is not None:
             self._lanes[job.silo].offer(job.silo, candidate)
@@ -209,7 +212,7 @@ class Lanes:
 
     def skip(self, job: Job, error: SecureflError, *, seconds: float = 0.0) -> None:
         """End a job whose model could not be used; its silo goes on from its own model."""
-        self._end(job, "skipped", False, seconds, str(error))
+        self._end(job, outcome="skipped", candidate=False, seconds=seconds, note=str(error))
         entry = _dropped(job.silo, Step.TRAIN, error)
         self.dropped.setdefault(job.round, []).append(entry)
         self._close(job.silo)
@@ -241,13 +244,13 @@ class Lanes:
         if answered:
             self._stale[silo] = 0
 
-    def _end(self, job: Job, outcome: str, candidate: bool, seconds: float, note: str | None) -> None:
+    def _end(self, job: Job, **row: Any) -> None:
+        """row: of the arrival, what the job does not say."""
         if job is not self._running:
             raise UsageError(f"the arrival of {job.silo} in round {job.round} is not the one being served")
         self._running = None
         facts = {key: value for key, value in vars(job).items() if key not in ("labels", "model")}
-        row = {**facts, "outcome": outcome, "candidate": candidate, "seconds": seconds, "note": note}
-        self.arrivals.append(ArrivalRow.model_validate(row))
+        self.arrivals.append(ArrivalRow.model_validate({**row, **facts}))
 
     def _say_kept(self, name: str, number: int, kept: object) -> None:
         for i, row in enumerate(self.arrivals):

@@ -135,6 +135,15 @@ class Difference(_Row):
     within_noise: bool
 
 
+class LabelRow(_Row):
+    """Synthetic texts of one label: usable and kept, and their shares of all usable and of all kept ones."""
+
+    usable: Count
+    kept: Count
+    usable_share: Share
+    kept_share: Share
+
+
 class ArrivalRow(_Row):
     """One small model that came to the language model, in the order of their coming (CrossLM, data-free KD).
 
@@ -142,6 +151,11 @@ class ArrivalRow(_Row):
     the language model learned from since this silo last got a candidate, or since the start. outcome:
     `skipped` where the model could not be used (`note` says why). candidate: whether one went back;
     kept_candidate: whether the silo kept it, None where it did not say. seconds: of the server's work.
+
+    Of the texts that the small model could learn from, None where there were none: kl, how far the language
+    model was from the original once it had learned, nats a token (None where it learned nothing); agreement,
+    share that the graders label as asked; self_bleu and distinct_2, how alike and how varied they are (see
+    `synthetic_quality`); mean_words, their mean length.
     """
 
     silo: str
@@ -154,6 +168,12 @@ class ArrivalRow(_Row):
     kept_candidate: bool | None = None
     note: str | None = None
     seconds: Positive
+    kl: Positive | None = None
+    agreement: Share | None = None
+    self_bleu: Share | None = None
+    distinct_2: Share | None = None
+    mean_words: Positive | None = None
+    per_label: dict[str, LabelRow] = {}
 
 
 class ServerRow(_Row):

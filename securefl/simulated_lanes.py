@@ -20,7 +20,7 @@ from securefl.announcement import announce
 from securefl.client import Client
 from securefl.config import Config
 from securefl.crosslm_state import ServedWorker
-from securefl.crosslm_worker import CrossLmWorker
+from securefl.crosslm_worker import CrossLmWorker, figures
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus
 from securefl.errors import ConfigError, ProtocolError, Refused, SecureflError, TooFewSilos
@@ -231,6 +231,7 @@ class LaneRun:
             learned=answer.report["kl"] is not None,
             seconds=answer.report["seconds"],
             note=answer.report["note"],
+            figures=figures(answer.report),
         )
         self._rounds[job.round].seconds += time.monotonic() - began
         self.progress(ARRIVAL_UNITS, f"the LLM and the model of {job.silo} teach each other")

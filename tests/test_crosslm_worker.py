@@ -14,14 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from securefl import _llm_training
+from securefl import _llm_training, crosslm_worker
 from securefl._language_model import LanguageModel, Written
 from securefl._llm_training import Exercise, teach
 from securefl.crosslm_terms import CrossLm
-from securefl.crosslm_worker import CrossLmWorker, Sample
+from securefl.crosslm_worker import CrossLmWorker, Sample, _Batch, figures
 from securefl.errors import ConfigError, ModelError, NonFiniteUpdate, WrongShape
 from securefl.models import Slm, load_slm
 from securefl.release import fingerprint
+from securefl.result import ArrivalRow
+from securefl.synthetic_quality import self_bleu
 from securefl.training import probabilities
 
 LABELS = ("a", "b")
@@ -376,6 +378,19 @@ def test_an_arrival_trains_both_and_reports(make: Make, slm: Slm) -> None:
     assert len(worker.samples) == min(20, usable)
     assert set(worker.samples[0]) == {"silo", "label", "text", "reward", "kept"}
     assert all(row["reward"] > 0 for row in worker.samples if row["kept"])
+    texts = [sample.text for sample in arrival.samples]
+    assert report["self_bleu"] == pytest.approx(self_bleu(texts, np.random.default_rng(0)))
+    lengths = [len(text.split()) for text in texts]
+    assert report["mean_words"] == pytest.approx(np.mean(lengths))
+    assert min(lengths) <= report["words_5"] <= report["words_95"] <= max(lengths)
+    row = ArrivalRow(
+        silo="silo-1", round=1, arrival=1, queued_behind=0, staleness=0, outcome="served", candidate=True,
+        seconds=1.0, **figures(report),
+    )  # fmt: skip
+    assert (row.kl, row.self_bleu, row.mean_words) == tuple(
+        report[name] for name in ("kl", "self_bleu", "mean_words")
+    )
+    assert sum(label.kept for label in row.per_label.values()) == report["kept"]
 
 
 def test_the_same_seed_gives_the_same_arrivals_and_the_next_one_other_texts(
@@ -450,6 +465,54 @@ def test_an_undone_lesson_is_said_and_the_small_model_still_trained(
     assert arrival.candidate is not None
     assert fingerprint(worker.llm.state()) == adapter
     assert worker.kl == []
+
+
+def test_a_lesson_after_which_texts_are_alike_is_undone(
+    make: Make, slm: Slm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, early = make(), make(regenerate=False)
+    worker.arrival(slm, "silo-1")
+    early.arrival(slm, "silo-1")  # the same lesson
+    before = [fingerprint(state()) for state in (worker.llm.state, worker.llm.optimizer_state)]
+    monkeypatch.setattr(crosslm_worker, "self_bleu", lambda *_, said=iter((0.2, 0.36)): next(said))
+    arrival, expected = worker.arrival(slm, "silo-1"), early.arrival(slm, "silo-1")
+    assert "from a self-BLEU of 0.20 to 0.36; the weights were put back" in arrival.report["note"]
+    after = [fingerprint(state()) for state in (worker.llm.state, worker.llm.optimizer_state)]
+    assert after == before
+    assert arrival.report["kl"] is None
+    assert len(worker.kl) == 1
+    # The small model learned from what was written before the lesson.
+    assert [s.text for s in arrival.samples] == [s.text for s in expected.samples]
+    assert arrival.candidate is not None
+    assert fingerprint(arrival.candidate) == fingerprint(expected.candidate or {})
+    monkeypatch.setattr(crosslm_worker, "self_bleu", lambda *_, said=iter((0.2, 0.34)): next(said))
+    assert worker.arrival(slm, "silo-1").report["note"] is None
+    assert [fingerprint(worker.llm.state()), fingerprint(worker.llm.optimizer_state())] != before
+
+
+def test_texts_grow_alike_by_as_many_of_each(make: Make) -> None:
+    def batch(texts: list[str]) -> _Batch:
+        samples = tuple(Sample(text, 0, Written(text, (7,), torch.zeros(1))) for text in texts)
+        labels = torch.zeros(len(texts), dtype=torch.int64)
+        return _Batch(samples, 0, labels, torch.full((len(texts), 2), 0.5), ("silo-1",))
+
+    worker = make()
+    varied = [" ".join(f"w{i * 9 + j}" for j in range(9)) for i in range(32)]
+    alike = [f"today the world is a very good place for number {i}" for i in range(32)]
+    why = worker._grown_alike(batch(varied), batch(alike), 1)
+    assert why is not None
+    assert "self-BLEU of 0.00 to 0." in why
+    assert worker._grown_alike(batch(alike), batch(varied), 1) is None
+    assert worker._grown_alike(batch(varied), batch(alike[:8]), 1) is not None
+    assert worker._grown_alike(batch(varied), batch(alike[:7]), 1) is None, "too few to tell"
+    # From one source: the more texts, the more alike they are.
+    rng = np.random.default_rng(0)
+    drawn = [" ".join(f"w{k}" for k in rng.integers(0, 12, 6)) for _ in range(64)]
+    few, many = (self_bleu(texts, rng) for texts in (drawn[:8], drawn))
+    assert few is not None
+    assert many is not None
+    assert many - few > 0.15
+    assert worker._grown_alike(batch(drawn[:8]), batch(drawn), 1) is None
 
 
 def test_labels_are_dealt_out_evenly_in_stable_mode(make: Make) -> None:
@@ -569,7 +632,8 @@ def test_a_label_without_texts_is_said_or_ends_the_run(
         else:
             report = worker.arrival(slm, "silo-1").report
             assert "nothing usable for b; change crosslm.prompts" in report["note"]
-            assert report["per_class"]["b"] == {"usable": 0, "kept": 0}
+            nothing_of_it = {"usable": 0, "kept": 0, "usable_share": 0.0, "kept_share": 0.0}
+            assert report["per_class"]["b"] == nothing_of_it
 
 
 def test_switches_change_what_they_name(make: Make, tiny_encoder: Path) -> None:

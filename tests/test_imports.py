@@ -33,7 +33,7 @@ LAYERS = [
         "receipt",
         "transport",
     },
-    {"methods", "gradients", "batches"},
+    {"methods", "gradients", "batches", "synthetic_quality"},
     {
         "training",
         "dp_sgd",

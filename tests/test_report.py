@@ -170,9 +170,16 @@ def numbers_of(result: Result) -> set[str]:
         server.nlu_accuracy,
         server.nlg_accuracy,
         server.nlu_accuracy_before,
+        server.nlg_judged,
+        server.nlg_judged_before,
+        *(value for a in server.arrivals for value in (a.kl, a.agreement, a.self_bleu, a.distinct_2)),
     )
     found |= {f"{x:.3f}" for x in (*shares_of_server, *server.kl) if x is not None}
     found |= {f"{x:.2f}" for x in (server.perplexity_before, server.perplexity_after) if x is not None}
+    for a in server.arrivals:
+        found |= {a.note} if a.note else set()
+        found |= {f"{a.mean_words:.1f}"} if a.mean_words is not None else set()
+        found |= {f"{x.usable_share:.2f} → {x.kept_share:.2f}" for x in a.per_label.values()}
     return found
 
 
@@ -251,7 +258,7 @@ def hostile_result() -> Result:
             return {(f"{HOSTILE}{k}" if key == "labels" else k): poison(v, k) for k, v in value.items()}
         if isinstance(value, list):
             return [poison(entry, key) for entry in value]
-        fixed = key in ("schema", "mechanism", "error")
+        fixed = key in ("schema", "mechanism", "error", "outcome")
         return (
             value
             if fixed or not isinstance(value, str)

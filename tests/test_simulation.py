@@ -392,6 +392,14 @@ def test_heterogeneous_models_with_crosslm(
     assert sorted(row.silo for row in result.server.arrivals) == ["silo-1", "silo-2", "silo-3"]
     assert all(row.outcome == "served" for row in result.server.arrivals)
     assert any(row.candidate for row in result.server.arrivals)
+    for row in result.server.arrivals:
+        labels = row.per_label.values()
+        assert (row.self_bleu is None) == (sum(label.usable for label in labels) < 2)
+        if row.candidate:
+            assert None not in (row.distinct_2, row.mean_words, row.agreement)
+            assert sum(label.usable_share for label in labels) == pytest.approx(1)
+            assert sum(label.kept for label in labels) > 0
+    assert [row.kl for row in result.server.arrivals if row.kl is not None] == result.server.kl
 
 
 def clocked(result: Result, config: Config) -> list[tuple[float, str, int, int]]:

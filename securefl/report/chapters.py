@@ -30,7 +30,7 @@ from securefl.report.page import (
     signed,
     size,
 )
-from securefl.result import ClientRow, Difference, Result
+from securefl.result import ArrivalRow, ClientRow, Difference, Result
 
 _MOST_PANELS = 9
 _MOST_TEXTS = 20
@@ -325,19 +325,90 @@ def _synthetic_table(result: Result) -> Table:
     )
 
 
+def _fate(row: ArrivalRow) -> str:
+    """What became of what an arrival gave its silo."""
+    if not row.candidate:
+        return "none" if row.outcome == "served" else "not served"
+    return {None: "sent", True: "kept by the silo", False: "left by the silo"}[row.kept_candidate]
+
+
+def _kept(row: ArrivalRow) -> str:
+    texts = row.per_label.values()
+    return f"{sum(x.kept for x in texts)} of {sum(x.usable for x in texts)}" if texts else "–"
+
+
+def _arrivals_table(result: Result) -> Table:
+    rows = tuple(
+        (
+            named(a.silo), str(a.round), str(a.queued_behind), str(a.staleness), accuracy(a.kl),
+            accuracy(a.agreement), accuracy(a.self_bleu), accuracy(a.distinct_2),
+            "–" if a.mean_words is None else f"{a.mean_words:.1f}", _kept(a), _fate(a),
+        )
+        for a in result.server.arrivals
+    )  # fmt: skip
+    return Table(
+        f"Small models that came to the language model: {run_name(result)}",
+        ("Silo", "Round", "Ahead", "Staleness", "KL", "Agreement", "Self-BLEU", "Distinct-2", "Words", "Kept",
+         "Candidate"),
+        rows,
+        frozenset(range(1, 10)),
+        note="In the order of their coming. Ahead: models in the queue before it. Staleness: arrivals of "
+        "others that the language model learned from since this silo last had a candidate. Agreement: share "
+        "of the texts that the graders label as asked. Self-BLEU: how alike the texts are, 1 for one text "
+        "over and over. Distinct-2: different pairs of words over all. Words: mean length of a text. Kept: "
+        "texts that the silo's model learned from, of the usable ones.",
+    )  # fmt: skip
+
+
+def _balance_table(result: Result) -> Table:
+    names = list(dict.fromkeys(label for a in result.server.arrivals for label in a.per_label))
+    shown, rest = names[:_MOST_LABELS], len(names[_MOST_LABELS:])
+
+    def shares(row: ArrivalRow, label: str) -> str:
+        texts = row.per_label.get(label)
+        return "–" if texts is None else _change(texts.usable_share, texts.kept_share, 2)
+
+    return Table(
+        f"Share of each label in the usable → in the kept texts: {run_name(result)}",
+        ("Silo", "Round", *(clean(label, 28) for label in shown)),
+        tuple(
+            (named(a.silo), str(a.round), *(shares(a, label) for label in shown))
+            for a in result.server.arrivals
+        ),
+        frozenset(range(1, 2 + len(shown))),
+        note=f"{rest} more labels are not listed." if rest else "",
+    )
+
+
+def _arrival_tables(result: Result) -> list[Table]:
+    """Every arrival with the figures of its texts; what was noted of some; the labels of the texts."""
+    arrivals, tables = result.server.arrivals, [_arrivals_table(result)]
+    notes = tuple((named(a.silo), str(a.round), clean(a.note, 300)) for a in arrivals if a.note)
+    if notes:
+        caption = f"Noted of arrivals: {run_name(result)}"
+        tables.append(Table(caption, ("Silo", "Round", "Note"), notes, frozenset({1}), frozenset({2})))
+    if any(a.per_label for a in arrivals):
+        tables.append(_balance_table(result))
+    return tables
+
+
 def language_section(results: Sequence[Result]) -> Section | None:
-    figures = ("nlu_accuracy", "nlg_accuracy", "perplexity_after", "perplexity_before", "nlu_accuracy_before")
+    figures: tuple[str, ...] = ("nlu_accuracy", "nlg_accuracy", "perplexity_after", "perplexity_before")
+    figures += ("nlu_accuracy_before", "nlg_judged", "nlg_judged_before")
     chosen = [
         r
         for r in results
-        if r.server.synthetic or r.server.kl or any(getattr(r.server, f) is not None for f in figures)
+        if r.server.synthetic
+        or r.server.kl
+        or r.server.arrivals
+        or any(getattr(r.server, f) is not None for f in figures)
     ]
     if not chosen:
         return None
     rows = tuple(
         (
             Cell(run_name(r), full=r.name), _change(r.server.nlu_accuracy_before, r.server.nlu_accuracy),
-            accuracy(r.server.nlg_accuracy),
+            accuracy(r.server.nlg_accuracy), _change(r.server.nlg_judged_before, r.server.nlg_judged),
             _change(r.server.perplexity_before, r.server.perplexity_after, 2),
             _series(r.server.kl),
         )
@@ -347,6 +418,7 @@ def language_section(results: Sequence[Result]) -> Section | None:
         "Run",
         "Understanding, before → after",
         "Generation",
+        "By the judge, before → after",
         "Perplexity, before → after",
         "KL at each arrival",
     )
@@ -354,13 +426,18 @@ def language_section(results: Sequence[Result]) -> Section | None:
         "The language model on the server",
         heads,
         rows,
-        frozenset({1, 2, 3}),
-        frozenset({4}),
+        frozenset({1, 2, 3, 4}),
+        frozenset({5}),
         note="Understanding: share of test texts whose label the language model names. Generation: share of "
-        "its texts that the silos' models label as asked; they also graded it while it learned. KL: how far "
-        "it moved from where it began, in nats a token.",
+        "its texts that the silos' models label as asked; they also graded it while it learned. The judge: a "
+        "small model trained on rows of no silo, which graded nothing. KL: how far it moved from where it "
+        "began, in nats a token.",
     )
-    folds = tuple(
-        Fold(f"What it wrote: {run_name(r)}", (_synthetic_table(r),)) for r in chosen if r.server.synthetic
-    )
-    return Section("The language model", (table, *folds))
+    blocks: list[Block] = [table]
+    for r in chosen:
+        if r.server.arrivals:
+            tables = _arrival_tables(r)
+            blocks += tables if len(results) == 1 else [Fold(f"Its arrivals: {run_name(r)}", tuple(tables))]
+        if r.server.synthetic:
+            blocks.append(Fold(f"What it wrote: {run_name(r)}", (_synthetic_table(r),)))
+    return Section("The language model", tuple(blocks))
