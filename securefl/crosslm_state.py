@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
-from securefl.crosslm_worker import CrossLmWorker, figures, Progress
+from securefl.crosslm_worker import CrossLmWorker, Progress, figures
 from securefl.errors import ProtocolError, SecureflError, UsageError, WrongRound
 from securefl.files import make_folder, read_limited, write_atomic
 from securefl.lanes import Job, Past
