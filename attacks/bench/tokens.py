@@ -105,6 +105,8 @@ def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
     groups: dict[str, list[TokenScene]] = {}
     # Less is known of a silo's other releases too, and these would say the same again.
     last = {one.scene.recorded.silo: one.scene.recorded.row.round for one in ready}
+    # A language model takes its time, so it reads the smallest clusters of one release.
+    modelled = next((one for one in ready if any(len(texts) in FEW for texts in one.texts)), None)
     for one in ready:
         info = one.scene.release.info
         table = info["encoder"] if _moves(one) else info["base_sha256"]
@@ -129,8 +131,7 @@ def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
         vocabulary = dictionary.vocabulary_size(slm)
         prior = dictionary.fit_prior(known, positions, vocabulary)
         score = assembly.NGrams([ids[:positions] for ids in known], vocabulary)
-        few = any(len(texts) in FEW for one in group for texts in one.texts)
-        model = _language_model(slm) if few else None
+        model = _language_model(slm) if modelled in group else None
 
         def tell(share: float, number: int = number, all_: int = len(groups)) -> None:
             say((number + share) / all_, "reading tokens back")
@@ -145,7 +146,7 @@ def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
                 one.scene.recorded, one.target, prior, part, one.truth, one.others, special, one.rng,
                 one.rounds,
             )  # fmt: skip
-            whole, texts = text_figures(one, part, score, model)
+            whole, texts = text_figures(one, part, score, model if one is modelled else None)
             if not whole:  # too few texts for a figure of their own
                 figures = [replace(f, texts=texts) if f.metric == "token_f1" else f for f in figures]
             book.figures += [*figures, *whole]
