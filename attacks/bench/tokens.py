@@ -131,7 +131,7 @@ def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
         vocabulary = dictionary.vocabulary_size(slm)
         prior = dictionary.fit_prior(known, positions, vocabulary)
         score = assembly.NGrams([ids[:positions] for ids in known], vocabulary)
-        model = _language_model(slm) if modelled in group else None
+        model = _language_model(slm) if any(one is modelled for one in group) else None
 
         def tell(share: float, number: int = number, all_: int = len(groups)) -> None:
             say((number + share) / all_, "reading tokens back")
