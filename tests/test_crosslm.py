@@ -268,6 +268,15 @@ def test_distinct() -> None:
     assert crosslm.distinct([["a"]], 2) == 0.0
 
 
+def test_diversity_in_parts_is_diversity_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = torch.randn(23, 5, generator=torch.Generator().manual_seed(0))
+    unit = vectors / vectors.norm(dim=1, keepdim=True)
+    naive = [1 - max(float(unit[j] @ unit[k]) for k in range(23) if k != j) for j in range(23)]
+    for rows in (1, 7, 23, 512):
+        monkeypatch.setattr(crosslm, "_ROWS", rows)
+        assert crosslm.diversity(vectors).tolist() == pytest.approx(naive, abs=1e-6)
+
+
 def test_a_taste_for_labels_is_taken_out_exactly() -> None:
     """Bayes' rule by hand: p = q pi / sum(q pi), and q has the same mean for every label."""
     fair = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.6, 0.4], [0.4, 0.6]])

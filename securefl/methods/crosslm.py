@@ -24,6 +24,7 @@ from torch import Tensor
 _PRIOR_STEPS = 200
 _SAME = 0.999  # cosine above which two texts count as one
 _SORTED = 512
+_ROWS = 512  # of the matrix of cosines, in memory at once
 
 
 def rewards(probabilities: Tensor, labels: Tensor) -> Tensor:
@@ -166,11 +167,17 @@ def diversity(vectors: Tensor) -> Tensor:
 
     The paper leaves a lone text undefined; 1 is what a text orthogonal to all others has.
     """
+    if len(vectors) < 2:
+        return torch.ones(len(vectors), dtype=vectors.dtype)
     unit = torch.nn.functional.normalize(vectors, dim=1)
-    cosine = unit @ unit.T
-    cosine.fill_diagonal_(-torch.inf)
-    nearest = cosine.max(1).values if len(vectors) > 1 else torch.zeros(len(vectors), dtype=vectors.dtype)
-    return 1.0 - nearest.clamp(-1.0, 1.0)
+    nearest = []
+    for start in range(0, len(unit), _ROWS):
+        # All pairs of 20,000 texts at once would be 1.6 GB.
+        cosine = unit[start : start + _ROWS] @ unit.T
+        own = torch.arange(len(cosine))
+        cosine[own, start + own] = -torch.inf
+        nearest.append(cosine.max(1).values)
+    return 1.0 - torch.cat(nearest).clamp(-1.0, 1.0)
 
 
 def scores(reward: Tensor, vectors: Tensor) -> Tensor:
