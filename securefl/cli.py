@@ -52,7 +52,7 @@ def main() -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder to make.")] = Path("securefl-demo"), as_json: Json = False
 ) -> None:
-    """Run four silos through every method on BBC news, and attack what left them (about 7 minutes)."""
+    """Run four silos through every method on BBC news, and attack what left them (about 10 minutes)."""
     from attacks.audit import audit
     from attacks.audit_report import attack_table, audit_sections
     from attacks.findings import Audit
