@@ -367,11 +367,13 @@ class CrossLmWorker:
             [sample.text for sample in batch.samples], convert_to_numpy=True, show_progress_bar=False
         )
         matrix = torch.from_numpy(np.asarray(vectors, np.float32))
-        reward = crosslm.rewards(batch.grades, batch.labels)
+        reward, good = crosslm.above_chance(batch.grades, batch.labels)
+        if not self.stable:
+            reward = crosslm.rewards(batch.grades, batch.labels)
         score = crosslm.scores(reward, matrix) if self.terms.diversity else reward
         if self.stable:
             keep, classes = self.config.keep, len(self.labels)
-            return crosslm.select_balanced(score, reward, batch.labels, matrix, keep, classes)
+            return crosslm.select_balanced(score, good, batch.labels, matrix, keep, classes)
         return crosslm.select(score, self.config.keep)
 
     def _train_slm(

@@ -210,28 +210,28 @@ def test_the_papers_choice_may_take_bad_texts_and_the_stable_one_not() -> None:
     score = reward * diversity
     # -0.009 beats -0.18: the worst and least diverse text comes second.
     assert crosslm.select(score, 0.5) == [3, 0]
-    assert crosslm.select_balanced(score, reward, torch.zeros(4).long(), torch.eye(4), 0.5, 1) == [3]
+    assert crosslm.select_balanced(score, reward > 0, torch.zeros(4).long(), torch.eye(4), 0.5, 1) == [3]
 
 
 def test_select_balanced_shares_the_places() -> None:
     # 5 of 10 places for 2 labels: at most 3 each, and label 1 has only 2 good texts.
     score = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, -0.1, -0.2, 0.2])
     labels = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 0])
-    assert crosslm.select_balanced(score, score, labels, torch.eye(10), 0.5, 2) == [0, 5, 1, 6, 2]
+    assert crosslm.select_balanced(score, score > 0, labels, torch.eye(10), 0.5, 2) == [0, 5, 1, 6, 2]
     # 4 places: 2 each. Where label 1 has nothing, its places stay empty.
-    assert crosslm.select_balanced(score, score, labels, torch.eye(10), 0.4, 2) == [0, 5, 1, 6]
-    assert crosslm.select_balanced(score, score, labels * 0, torch.eye(10), 0.4, 2) == [0, 1]
+    assert crosslm.select_balanced(score, score > 0, labels, torch.eye(10), 0.4, 2) == [0, 5, 1, 6]
+    assert crosslm.select_balanced(score, score > 0, labels * 0, torch.eye(10), 0.4, 2) == [0, 1]
 
 
 def test_select_balanced_keeps_the_best_of_twins() -> None:
     score = torch.tensor([0.2, 0.5, 0.4])
     vectors = torch.tensor([[1.0, 0.0], [2.0, 0.001], [0.0, 1.0]])
-    assert crosslm.select_balanced(score, score, torch.zeros(3).long(), vectors, 1.0, 1) == [1, 2]
+    assert crosslm.select_balanced(score, score > 0, torch.zeros(3).long(), vectors, 1.0, 1) == [1, 2]
 
 
 def test_select_balanced_keeps_nothing_where_no_reward_is_positive() -> None:
     zero = torch.zeros(3)
-    assert crosslm.select_balanced(zero, zero, torch.zeros(3).long(), torch.eye(3), 1.0, 1) == []
+    assert crosslm.select_balanced(zero, zero > 0, torch.zeros(3).long(), torch.eye(3), 1.0, 1) == []
 
 
 def test_nucleus_sampling_has_the_renormalised_shares() -> None:
@@ -275,6 +275,19 @@ def test_diversity_in_parts_is_diversity_at_once(monkeypatch: pytest.MonkeyPatch
     for rows in (1, 7, 23, 512):
         monkeypatch.setattr(crosslm, "_ROWS", rows)
         assert crosslm.diversity(vectors).tolist() == pytest.approx(naive, abs=1e-6)
+
+
+def test_a_text_that_graders_know_is_good_with_many_labels_too() -> None:
+    two = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]])
+    labels = torch.tensor([0, 0, 0])
+    reward, good = crosslm.above_chance(two, labels)
+    assert reward.tolist() == crosslm.rewards(two, labels).tolist() == [0.5, -0.5, 0.0]
+    assert good.tolist() == [True, False, False]
+    five = torch.tensor([[0.4, 0.3, 0.1, 0.1, 0.1], [0.3, 0.4, 0.1, 0.1, 0.1], [0.2] * 5])
+    reward, good = crosslm.above_chance(five, labels)
+    assert reward.tolist() == pytest.approx([0.25, 0.125, 0.0], abs=1e-6)
+    assert good.tolist() == [True, False, False]
+    assert float(crosslm.rewards(five, labels)[0]) < 0  # (4) would have dropped it
 
 
 def test_a_taste_for_labels_is_taken_out_exactly() -> None:

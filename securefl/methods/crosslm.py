@@ -24,6 +24,7 @@ from torch import Tensor
 _PRIOR_STEPS = 200
 _SAME = 0.999  # cosine above which two texts count as one
 _SORTED = 512
+_CHANCE = 1e-6  # what rounding leaves of a grader's saying nothing
 _ROWS = 512  # of the matrix of cosines, in memory at once
 
 
@@ -33,6 +34,20 @@ def rewards(probabilities: Tensor, labels: Tensor) -> Tensor:
     probabilities: (n, C), the small model's; labels: (n,) the label each text was generated for. Gives (n,).
     """
     return 2.0 * probabilities.gather(1, labels.unsqueeze(1)).squeeze(1) - 1.0
+
+
+def above_chance(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The stable form of (4) for choosing: (C p - 1) / (C - 1), 0 at chance, and whether a text is good.
+
+    probabilities: (n, C); labels: (n,). Gives (n,) and (n,) bool. With two labels it is (4) itself. With
+    more, 2 p - 1 > 0 asks for more than half of the probability, which the mean of several graders rarely has
+    even where all find the label likeliest; a good text is one of which no other label is likelier, and this
+    one likelier than by chance.
+    """
+    classes = probabilities.shape[1]
+    own = probabilities.gather(1, labels.unsqueeze(1)).squeeze(1)
+    reward = (classes * own - 1.0) / (classes - 1.0)
+    return reward, (own >= probabilities.max(1).values) & (reward > _CHANCE)
 
 
 def without_prior(probabilities: Tensor, labels: Tensor) -> Tensor:
@@ -201,9 +216,9 @@ def select(score: Tensor, keep: float) -> list[int]:
 
 
 def select_balanced(
-    score: Tensor, reward: Tensor, labels: Tensor, vectors: Tensor, keep: float, classes: int
+    score: Tensor, good: Tensor, labels: Tensor, vectors: Tensor, keep: float, classes: int
 ) -> list[int]:
-    """The stable choice: only rewards above 0, no duplicates, and no class more than its share.
+    """The stable choice: only `good` texts (n,), no duplicates, and no class more than its share.
 
     Of `kept_count` places each of the `classes` labels gets an equal number (one more where it does not
     divide, to the best scores). Places that a label cannot fill stay empty: giving them to another would
@@ -218,7 +233,7 @@ def select_balanced(
     for j in _best_first(score):
         label = int(labels[j])
         chosen = [k for _, k in ranked]
-        if float(reward[j]) <= 0.0 or taken[label] >= most or bool((unit[chosen] @ unit[j] > _SAME).any()):
+        if not bool(good[j]) or taken[label] >= most or bool((unit[chosen] @ unit[j] > _SAME).any()):
             continue
         ranked.append((taken[label], j))
         taken[label] += 1
