@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import jinja2
 import torch
@@ -26,6 +26,7 @@ from securefl.methods.crosslm import nucleus_sample, token_log_probs
 _WRITE_BATCH = 64  # decoding reads all weights at every step, so more rows at once cost little
 _READ_BATCH = 16
 _GOING = 0.75  # share of a batch's rows that go on, below which the others are taken out of it
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,18 @@ class Predictions:
     head_log_probs: Tensor
 
 
+@dataclass(frozen=True)
+class _Read:
+    """H heads that the model has read, for B tails: the logits after each head (H, 1, V), `head_log_probs` of
+    the tails, the heads' mask (H, S), and their keys and values.
+    """
+
+    last: Tensor
+    sums: Tensor
+    mask: Tensor
+    cache: DynamicCache
+
+
 def _by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Positions in batches of similar length, so that little of a batch is padding."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
@@ -81,15 +94,24 @@ class LanguageModel(Weights):
     """A causal language model that learns. B rows, T tokens, V vocabulary; all on the model's device."""
 
     def __init__(
-        self, name: str, *, rank: int | None, seed: int, device: str = "auto", chat: bool = True
+        self,
+        name: str,
+        *,
+        rank: int | None,
+        seed: int,
+        device: str = "auto",
+        chat: bool = True,
+        layers: Literal["upper", "all"] = "all",
     ) -> None:
         """Load `name` (see `models.load_llm`) onto a device (see `device_of`).
 
         rank: of a LoRA on its linear layers, with alpha = 2 rank and no dropout, which changes nothing before
-        it is trained; None trains all weights. Frozen weights are bfloat16 on CUDA, all else is float32.
-        chat: prompts go through the tokenizer's chat template, where it has one. Raises ModelError.
+        it is trained; None trains all weights. layers: that have the adapter, with `upper` the upper half of
+        them: below it the model and the original are the same, and `beside_original` computes once. Frozen
+        weights are bfloat16 on CUDA, all else is float32. chat: prompts go through the tokenizer's chat
+        template, where it has one. Raises ModelError.
         """
-        super().__init__(name, rank, seed, device)
+        super().__init__(name, rank, seed, device, layers)
         self._chat = chat and self.tokenizer.chat_template is not None
         arguments = inspect.signature(self.model.forward).parameters
         # transformers renamed the argument within version 5.
@@ -190,21 +212,50 @@ class LanguageModel(Weights):
         Heads are not empty. Each is run once and its cache of keys and values repeated for its tails, through
         which the gradient flows as it would through a copy: the same numbers for less work.
         """
-        head_ids, head_mask = self._pad(heads, left=True)
+        return self._go_on(self._read(heads, which, whole=whole), which, tails)
+
+    def beside_original(
+        self,
+        heads: Sequence[Sequence[int]],
+        which: Sequence[int],
+        tails: Sequence[Sequence[int]],
+        *,
+        whole: bool = False,
+    ) -> tuple[Predictions, Predictions]:
+        """`after` by the model, and by the original without gradient; what the two share is computed once."""
+        read, read_old = self._both(
+            lambda: self._read(heads, which, whole=whole), lambda: self._read(heads, which, whole=whole)
+        )
+        self.lower.share_cache(read.cache, read_old.cache)
+        return self._both(
+            lambda: self._go_on(read, which, tails), lambda: self._go_on(read_old, which, tails)
+        )
+
+    def _both(self, run: Callable[[], _Result], beside: Callable[[], _Result]) -> tuple[_Result, _Result]:
+        with self.lower.kept() as outputs:
+            now = run()
+        with torch.no_grad(), self.original(), self.lower.given_again(outputs):
+            return now, beside()
+
+    def _read(self, heads: Sequence[Sequence[int]], which: Sequence[int], *, whole: bool) -> _Read:
+        ids, mask = self._pad(heads, left=True)
+        cache = DynamicCache(config=self.model.config)
+        said = self._run(ids, mask, 0 if whole else 1, cache)
+        sums = said.new_zeros(len(which), 0)
+        if whole:
+            real = mask[:, 1:] * mask[:, :-1]
+            sums = (token_log_probs(said[:, :-1], ids[:, 1:]) * real).sum(1, keepdim=True)[[*which]]
+        return _Read(said[:, -1:], sums, mask, cache)
+
+    def _go_on(self, read: _Read, which: Sequence[int], tails: Sequence[Sequence[int]]) -> Predictions:
         ids, mask = self._pad(tails, left=False)
         chosen = torch.tensor(which, device=self.device)
-        cache = DynamicCache(config=self.model.config)
-        said = self._run(head_ids, head_mask, 0 if whole else 1, cache)
-        sums = said.new_zeros(len(tails), 0)
-        if whole:
-            real = head_mask[:, 1:] * head_mask[:, :-1]
-            sums = (token_log_probs(said[:, :-1], head_ids[:, 1:]) * real).sum(1, keepdim=True)[chosen]
-        logits = said[:, -1:][chosen]
+        logits = read.last[chosen]
         if ids.shape[1] > 1:
-            cache.reorder_cache(chosen)
-            before = torch.cat([head_mask[chosen], mask[:, :-1]], 1)
-            logits = torch.cat([logits, self._run(ids[:, :-1], before, 0, cache)], 1)
-        return Predictions(logits, ids, mask.to(logits.dtype), sums)
+            read.cache.reorder_cache(chosen)
+            before = torch.cat([read.mask[chosen], mask[:, :-1]], 1)
+            logits = torch.cat([logits, self._run(ids[:, :-1], before, 0, read.cache)], 1)
+        return Predictions(logits, ids, mask.to(logits.dtype), read.sums)
 
     # --- writing
 

@@ -135,16 +135,14 @@ def _alarm(config: CrossLm, numbers: Sequence[float], measures: Mapping[str, flo
     return None
 
 
-def _after_prompts(llm: LanguageModel, exercises: Sequence[Exercise], *, whole: bool) -> Predictions:
-    """The model on [M(y), x], every different prompt read once."""
+def _after_prompts(
+    llm: LanguageModel, exercises: Sequence[Exercise], *, whole: bool
+) -> tuple[Predictions, Predictions]:
+    """The model and the original on [M(y), x], every different prompt read once."""
     prompts = list(dict.fromkeys(exercise.prompt for exercise in exercises))
     which = [prompts.index(exercise.prompt) for exercise in exercises]
-    return llm.after(prompts, which, [exercise.written.tokens for exercise in exercises], whole=whole)
-
-
-def _log_probs(said: Predictions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities (B, T, V), tokens, mask and head sums; the logits, which are as large, go."""
-    return said.logits.log_softmax(-1), said.tokens, said.mask, said.head_log_probs
+    tails = [exercise.written.tokens for exercise in exercises]
+    return llm.beside_original(prompts, which, tails, whole=whole)
 
 
 def _total_entropy(log_p: Tensor, mask: Tensor) -> float:
@@ -156,9 +154,7 @@ def _total_entropy(log_p: Tensor, mask: Tensor) -> float:
 @torch.no_grad()
 def measure(llm: LanguageModel, exercises: Sequence[Exercise]) -> dict[str, float]:
     """At the tokens of the texts, nats a token: mean KL to the original, mean entropy, the original's."""
-    now = _after_prompts(llm, exercises, whole=False)
-    with llm.original():
-        old = _after_prompts(llm, exercises, whole=False)
+    now, old = _after_prompts(llm, exercises, whole=False)
     log_p, log_old = now.logits.log_softmax(-1), old.logits.log_softmax(-1)
     kl = float(crosslm.divergences(log_p, log_old, now.mask).sum())
     sums = (kl, _total_entropy(log_p, now.mask), _total_entropy(log_old, now.mask))
@@ -199,9 +195,10 @@ def _part_gradient(
     its own: the logits of both sequences are never in memory together.
     """
     stable, gains, zero = config.stable, gains.to(llm.device), torch.zeros((), device=llm.device)
-    with torch.no_grad(), llm.original():
-        old_log_p, _, _, old_heads = _log_probs(_after_prompts(llm, part, whole=not stable))
-    log_p, tokens, mask, heads = _log_probs(_after_prompts(llm, part, whole=not stable))
+    now, old = _after_prompts(llm, part, whole=not stable)
+    old_log_p, old_heads = old.logits.log_softmax(-1), old.head_log_probs
+    log_p, tokens, mask, heads = now.logits.log_softmax(-1), now.tokens, now.mask, now.head_log_probs
+    del now, old
     said_p = crosslm.pick(log_p, tokens)
     if stable:
         sampled = pad_sequence([exercise.written.log_probs for exercise in part], batch_first=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.pytorch_utils import Conv1D
 
 from securefl._llm_place import Place, device_of, precision
+from securefl._lower_layers import LowerLayers, upper_half
 from securefl._model_files import load_quietly
 from securefl.errors import ModelError
 from securefl.models import load_llm
@@ -31,14 +32,18 @@ _TRAINED_BYTES = 16  # a float32 weight, its gradient and its two moments
 class Weights:
     """A causal language model as loaded, with what trains of it.
 
-    `model` is what runs: the model that learns, and inside `original` the one that was loaded. `optimizer` is
-    the AdamW over all that trains; it keeps its moments from one lesson to the next.
+    `lower` are the layers below the adapter, which the two have in common. `model` is what runs: the model
+    that learns, and inside `original` the one that was loaded. `optimizer` is the AdamW over all that trains;
+    it keeps its moments from one lesson to the next.
     """
 
-    def __init__(self, name: str, rank: int | None, seed: int, device: str) -> None:
+    def __init__(
+        self, name: str, rank: int | None, seed: int, device: str, layers: Literal["upper", "all"]
+    ) -> None:
         """See `LanguageModel`."""
         self.name = name
         self.rank = rank
+        self.lower = LowerLayers([])
         where = device_of(device)
         frozen = Place(where, precision(where), precision(where).itemsize)
         self._reference: Any = None
@@ -53,11 +58,14 @@ class Weights:
             self._learner = self.model
         else:
             base, self.tokenizer = load_llm(name, frozen)
+            targets: str | list[str] = "all-linear"
+            if layers == "upper":
+                self.lower, targets = upper_half(base, name)
             adapter = LoraConfig(
                 r=rank,
                 lora_alpha=2 * rank,
                 lora_dropout=0.0,
-                target_modules="all-linear",
+                target_modules=targets,
                 task_type="CAUSAL_LM",
                 # GPT-2's layers hold W transposed.
                 fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in base.modules()),

@@ -148,6 +148,7 @@ class CrossLmWorker:
             seed=self._stream(_ADAPTER),
             device=config.device,
             chat=config.chat,
+            layers=config.lora_layers,
         )
         self.writer: Writer = _writer(config, self.llm)
         question, answers, end = _reading(config.reading, words)

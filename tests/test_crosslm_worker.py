@@ -58,10 +58,10 @@ def make_slm(folder: Path, labels: tuple[str, ...] = LABELS) -> Slm:
     return model
 
 
-@pytest.fixture
-def llm(tiny_llm: Path) -> LanguageModel:
+@pytest.fixture(params=["all", "upper"])
+def llm(request: pytest.FixtureRequest, tiny_llm: Path) -> LanguageModel:
     """With an adapter that does something."""
-    model = LanguageModel(str(tiny_llm), rank=4, seed=3)
+    model = LanguageModel(str(tiny_llm), rank=4, seed=3, layers=request.param)
     shift(model)
     return model
 
@@ -350,8 +350,15 @@ def test_nan_puts_the_adapter_back(llm: LanguageModel, mode: str) -> None:
 # --- an arrival
 
 
-def test_an_arrival_trains_both_and_reports(make: Make, slm: Slm) -> None:
+def test_an_arrival_trains_both_and_reports(make: Make, slm: Slm, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = make()
+    learned: list[int] = []
+
+    def counted(llm: LanguageModel, config: CrossLm, exercises: list[Exercise], *rest: Any) -> Any:
+        learned.append(len(exercises))
+        return teach(llm, config, exercises, *rest)
+
+    monkeypatch.setattr(crosslm_worker, "teach", counted)
     sent, adapter = fingerprint(slm.state()), fingerprint(worker.llm.state())
     seen: list[tuple[int, int]] = []
     arrival = worker.arrival(slm, "silo-1", lambda done, units: seen.append((done, units)))
@@ -371,7 +378,7 @@ def test_an_arrival_trains_both_and_reports(make: Make, slm: Slm) -> None:
     assert 0 < report["kept"] <= max(1, round(0.25 * usable))
     assert sum(row["usable"] for row in report["per_class"].values()) == usable
     assert sum(row["kept"] for row in report["per_class"].values()) == report["kept"]
-    assert len(report["losses"]) == math.ceil(usable / 6)
+    assert len(report["losses"]) == math.ceil(learned[0] / 6)
     assert report["kl"] > 0
     assert report["note"] is None
     assert worker.kl == [report["kl"]]

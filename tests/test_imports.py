@@ -52,6 +52,7 @@ LAYERS = [
     {"opening", "model_card", "contribution"},
     {
         "trained",
+        "_lower_layers",
         "_llm_weights",
         "_language_model",
         "_llm_training",

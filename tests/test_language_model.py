@@ -31,6 +31,7 @@ from securefl import _llm_place, _llm_training, _llm_weights
 from securefl._language_model import LanguageModel, Written
 from securefl._llm_place import NoRoom, Place, count_weights, device_of, precision, weight_files
 from securefl._llm_training import Exercise, teach
+from securefl._lower_layers import upper_half
 from securefl._vllm import VllmWriter
 from securefl.crosslm_terms import CrossLm
 from securefl.errors import ModelError, NonFiniteUpdate, NotAvailable, WrongShape
@@ -120,6 +121,48 @@ def test_a_template_that_takes_no_user_is_said(tiny_llm: Path, tmp_path: Path) -
     with pytest.raises(ModelError, match=r"chat template .* crosslm\.chat = false"):
         llm.prompt("the secret")
     assert LanguageModel(str(folder), rank=2, seed=0, chat=False).prompt("the")
+
+
+# --- the lower half, which the model and the original share
+
+
+def test_an_upper_adapter_leaves_the_lower_layers_alone(folder: Path) -> None:
+    llm = LanguageModel(str(folder), rank=2, seed=0, layers="upper")
+    everywhere = LanguageModel(str(folder), rank=2, seed=0, layers="all")
+    assert all(".1." in name for name in llm.parameters())  # of layers 0 and 1
+    assert set(llm.parameters()) == {name for name in everywhere.parameters() if ".1." in name}
+
+
+@torch.no_grad()
+def test_beside_the_original_the_lower_layers_run_once(folder: Path) -> None:
+    llm = LanguageModel(str(folder), rank=2, seed=0, layers="upper")
+    shift(llm)
+    heads, which, tails = [[5, 9, 30], [11]], [1, 0, 1], [[20, 21, 22], [33], [50, 60]]
+    expected = llm.after(heads, which, tails, whole=True)
+    with llm.original():
+        expected_old = llm.after(heads, which, tails, whole=True)
+    assert not torch.allclose(expected.logits, expected_old.logits, atol=1e-2)
+    runs = [0, 0]
+    blocks = next(m for m in llm.model.modules() if isinstance(m, torch.nn.ModuleList))
+    inner = [next(m for m in block.modules() if "Norm" in type(m).__name__) for block in blocks]
+    for i, norm in enumerate(inner):
+        norm.register_forward_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
+    now, old = llm.beside_original(heads, which, tails, whole=True)
+    assert runs == [2, 4]  # heads and tails; in the upper layer twice
+    for found, wanted in ((now, expected), (old, expected_old)):
+        torch.testing.assert_close(found.logits, wanted.logits)
+        torch.testing.assert_close(found.head_log_probs, wanted.head_log_probs)
+        assert found.mask.equal(wanted.mask)
+    torch.testing.assert_close(
+        llm.after(heads, which, tails).logits, expected.logits
+    )  # nothing is left behind
+
+
+def test_a_model_whose_layers_are_in_no_list_is_said(tiny_gpt2: Path) -> None:
+    model = GPT2LMHeadModel.from_pretrained(tiny_gpt2)
+    model.config.n_layer = 3
+    with pytest.raises(ModelError, match=r'lora_layers = "all"'):
+        upper_half(model, "odd")
 
 
 # --- writing

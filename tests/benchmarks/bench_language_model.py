@@ -119,7 +119,8 @@ def _exercises(llm: LanguageModel) -> list[Exercise]:
 
 
 def _step(way: str) -> Callable[[], None]:
-    llm = LanguageModel(MODEL, rank=RANK if way == "lora" else None, seed=0, device="cpu", chat=False)
+    rank = RANK if way == "lora" else None
+    llm = LanguageModel(MODEL, rank=rank, seed=0, device="cpu", chat=False, layers=CrossLm().lora_layers)
     exercises, gains, config = _exercises(llm), torch.linspace(-1, 1, TEXTS), CrossLm()
     for group in llm.optimizer.param_groups:
         group["lr"] = 1e-6
