@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "CrossLM, g3 = 0": {"gammas": [1.0, 0.1, 0.0]},
 }
 WORDS = {
-    "rotten-tomatoes": {"neg": "negative", "pos": "positive"},
+    "rotten-tomatoes": {"0": "negative", "1": "positive"},
     "bbc-news": {"tech": "technology"},
 }
 PROMPTS = {
@@ -71,7 +71,8 @@ READINGS = {
     "bbc-news": "This is {label} news.",
 }
 FOREIGN = {"rotten-tomatoes": "imdb", "bbc-news": "imdb"}  # text for the perplexity
-JUDGE_ROWS, FOREIGN_ROWS = 1500, 200
+MOST_TEST_ROWS = {"rotten-tomatoes": 1726, "bbc-news": 436}
+SILOS, JUDGE_ROWS, FOREIGN_ROWS = 4, 1500, 200
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ def corpus_of(cell: Cell, options: argparse.Namespace, seed: int, pool: int) -> 
         "data": {
             "train": f"builtin:{cell.data}",
             "test": f"builtin:{cell.data}",
-            "train_rows": 4 * options.rows,
-            "test_rows": options.test_rows,
+            "train_rows": 2 * SILOS * options.rows,  # so that a label rarely runs out
+            "test_rows": min(options.test_rows, MOST_TEST_ROWS[cell.data]),
             "pool_rows": pool,
-            "split": {"by": "dirichlet", "silos": 4, "alpha": cell.alpha},
+            "split": {"by": "dirichlet", "silos": SILOS, "alpha": cell.alpha, "rows": options.rows},
         },
         "slm": {"models": [options.model]},
     }
@@ -137,6 +138,8 @@ class Silos:
             draft = kept.with_suffix(".draft")
             save_file({f"{n}/{k}": v for n, state in states.items() for k, v in state.items()}, draft)
             draft.replace(kept)
+        self._alone: dict[str, tuple[float, float]] = {}
+        self.untaught: dict[str, dict[str, Any]] = {}  # by mode: what was measured of the language model
         self._states: dict[str, dict[str, Any]] = {}
         for key, tensor in load_file(kept).items():
             name, _, part = key.partition("/")
@@ -147,14 +150,22 @@ class Silos:
         self._slm.load_state(self._states[name])
         return self._slm
 
-    def candidate(self, tensors: dict[str, Any]) -> Slm:
+    def alone(self, name: str) -> tuple[float, float]:
+        """Accuracy of what the silo trained alone, on test rows and on its own validation rows."""
+        if name not in self._alone:
+            slm = self.model(name)
+            self._alone[name] = accuracy(slm, self.corpus.test), accuracy(slm, self.corpus.validation[name])
+        return self._alone[name]
+
+    def loaded(self, tensors: dict[str, Any]) -> Slm:
+        """The one model, with these tensors in it."""
         self._slm.load_state(tensors)
         return self._slm
 
 
 def judged(worker: CrossLmWorker, silos: Silos, count: int) -> tuple[float, dict[str, float], list[str]]:
     """Accuracy of the language model's texts by the judge, how varied they are, and some of them."""
-    samples, _ = worker.synthesise(count, 12345)
+    samples, _ = worker.task.synthesise(count, 12345)
     texts = [sample.text for sample in samples]
     right = probabilities(silos.model("judge"), texts).argmax(1) == [sample.label for sample in samples]
     words = [text.lower().split() for text in texts]
@@ -167,7 +178,7 @@ def measure(cell: Cell, options: argparse.Namespace, seed: int, name: str, silos
     corpus, began = silos.corpus, time.monotonic()
     row: dict[str, Any] = {"cell": f"{cell.data}-{cell.alpha:g}", "seed": seed, "setting": name}
     if name == ALONE:
-        found = {n: accuracy(silos.model(n), corpus.test) for n in silos.names}
+        found = {n: silos.alone(n)[0] for n in silos.names}
         counts = {
             n: np.bincount(corpus.train[n].labels, minlength=len(corpus.labels)).tolist() for n in silos.names
         }
@@ -179,7 +190,7 @@ def measure(cell: Cell, options: argparse.Namespace, seed: int, name: str, silos
         {
             "llm": options.llm, "encoder": options.model, "synthetic": options.synthetic,
             "max_new_tokens": options.tokens, "prompt": PROMPTS[cell.data], "reading": READINGS[cell.data],
-            "verbalisers": {k: v for k, v in WORDS[cell.data].items() if k in corpus.labels},
+            "verbalisers": WORDS[cell.data],
             **json.loads(options.terms), **changes,
         }
     )  # fmt: skip
@@ -194,32 +205,39 @@ def measure(cell: Cell, options: argparse.Namespace, seed: int, name: str, silos
         nlg, variety, shown = judged(worker, silos, options.judged)
         return {
             "nlg": nlg,
-            "nlu": worker.nlu_accuracy(some.texts, some.labels),
-            "nlu_calibrated": worker.nlu_accuracy(some.texts, some.labels, calibrated=True),
-            "perplexity": worker.perplexity(foreign),
+            "nlu": worker.task.nlu_accuracy(some.texts, some.labels),
+            "nlu_calibrated": worker.task.nlu_accuracy(some.texts, some.labels, calibrated=True),
+            "perplexity": worker.task.perplexity(foreign),
             **variety,
             "texts": shown,
         }
 
-    row |= {"before": language(), "accuracy": {}, "own": {}, "kept": {}, "arrivals": []}
+    if terms.mode not in silos.untaught:
+        silos.untaught[terms.mode] = language()
+    row |= {"before": silos.untaught[terms.mode], "accuracy": {}, "own": {}, "kept": {}, "arrivals": []}
+    held: dict[str, dict[str, Any]] = {}  # what a silo kept in place of what it trained alone
+    scores = {silo: silos.alone(silo) for silo in silos.names}
     for place, silo in enumerate(silos.names * options.rounds):
-        slm = silos.model(silo)
-        validation = corpus.validation[silo]
-        own, checked = accuracy(slm, corpus.test), accuracy(slm, validation)
+        own, checked = scores[silo]
+        slm = silos.loaded(held[silo]) if silo in held else silos.model(silo)
         arrival = worker.arrival(slm, silo)
         report = {k: v for k, v in arrival.report.items() if k not in ("losses", "samples")}
         row["arrivals"].append({"place": place, **report})
         row["own"][silo] = row["accuracy"][silo] = own
         row["kept"][silo] = False
         if arrival.candidate is not None:
-            candidate = silos.candidate(arrival.candidate)
-            row["accuracy"][silo] = accuracy(candidate, corpus.test)
-            row["kept"][silo] = accuracy(candidate, validation) >= checked
+            candidate = silos.loaded(arrival.candidate)
+            new = accuracy(candidate, corpus.test), accuracy(candidate, corpus.validation[silo])
+            row["accuracy"][silo] = new[0]
+            row["kept"][silo] = new[1] >= checked
+            if row["kept"][silo]:
+                held[silo], scores[silo] = arrival.candidate, new
         if train_llm:
             row["arrivals"][-1] |= {"nlg": judged(worker, silos, options.judged)[0]}
         say = f"{name}, seed {seed}, {silo}: {own:.3f} -> {row['accuracy'][silo]:.3f}"
         print(f"{say} (kl {report['kl']}, agreement {report['agreement']})", file=sys.stderr, flush=True)
-    return row | {"after": language(), "seconds": round(time.monotonic() - began, 1)}
+    after = language() if train_llm else row["before"]
+    return row | {"after": after, "seconds": round(time.monotonic() - began, 1)}
 
 
 def interval(values: np.ndarray[Any, Any]) -> str:
@@ -283,7 +301,7 @@ def main() -> None:
     add("--settings", default="data-free KD;CrossLM", help='with semicolons; "all" for every one')
     add("--seeds", type=int, default=5)
     add("--first-seed", type=int, default=0)
-    add("--rows", type=int, default=200, help="mean rows of a silo")
+    add("--rows", type=int, default=200, help="of each silo")
     add("--test-rows", type=int, default=1000)
     add("--synthetic", type=int, default=256, help="texts an arrival")
     add("--tokens", type=int, default=24, help="of a text, at most")

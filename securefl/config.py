@@ -82,6 +82,18 @@ class DirichletSplit(Section):
     min_rows: int = Field(
         16, ge=2, le=MOST_ROWS, description="Every silo gets at least this many rows, or it is an error."
     )
+    rows: int | None = Field(
+        None,
+        ge=2,
+        le=MOST_ROWS,
+        description="Rows of every silo, so that only labels are skewed; unset: sizes are skewed too.",
+    )
+
+    @model_validator(mode="after")
+    def _rows_reach_the_least(self) -> DirichletSplit:
+        if self.rows is not None and self.rows < self.min_rows:
+            raise ValueError(f"rows is {self.rows}, below min_rows = {self.min_rows}; lower min_rows")
+        return self
 
 
 class ColumnSplit(Section):

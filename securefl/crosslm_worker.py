@@ -8,7 +8,6 @@ rows and no keys, and does no I/O beyond loading its models.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,39 +18,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from securefl._language_model import LanguageModel, Writer, Written
-from securefl._llm_training import Exercise, Lesson, teach
+from securefl._llm_training import Lesson, teach
 from securefl.config import Slm as SlmTerms
-from securefl.crosslm_terms import SLOT, CrossLm
+from securefl.crosslm_terms import CrossLm
 from securefl.data import Rows
-from securefl.errors import ConfigError, ModelError, SecureflError
+from securefl.errors import ModelError, SecureflError
 from securefl.methods import crosslm
 from securefl.models import Slm, load_sentence_encoder
 from securefl.synthetic_quality import MOST_DRAWN, quality, self_bleu
+from securefl.task_model import Sample, TaskModel, seed_of
 from securefl.training import fit, probabilities
 
 Progress = Callable[[int, int], None]
 
-READ_TOKENS = 64  # of a text, when the language model reads it
 SAMPLES = 20  # texts of an arrival that go into its report
-# Texts that say nothing, by which (1) is calibrated.
-_NOTHING = ("N/A", "...", "[MASK]")
 # Stable mode undoes a lesson after which texts are that much more alike. Between two draws of as many
 # film reviews it differs by a standard deviation of at most 0.02.
 _SELF_BLEU_RISE = 0.15
 _FEWEST_COMPARED = 8  # texts: of fewer, a chance likeness of two moves the mean
 
-# The streams of random numbers, told apart within the seed; arrivals count from 1.
-_ADAPTER, _LABELS, _TEXTS, _ORDER, _SLM, _JUDGED, _AGAIN, _ALIKE = range(8)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A synthetic text x, the label y that it was written for, and its tokens as sampled."""
-
-    text: str
-    label: int
-    written: Written
+# The streams of random numbers, told apart within the seed; arrivals count from 1. The task's are others.
+_TEXTS, _ORDER, _SLM, _AGAIN, _ALIKE = 2, 3, 4, 6, 7
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,35 +72,6 @@ def figures(report: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: report.get(name) for name in names}, "per_label": report.get("per_class", {})}
 
 
-def _by_label(
-    name: str, given: Mapping[str, str], labels: Sequence[str], default: Sequence[str]
-) -> list[str]:
-    unknown = sorted(set(given) - set(labels))
-    if unknown:
-        raise ConfigError(f"crosslm.{name}: {unknown[0]} is not a label; the labels are {', '.join(labels)}")
-    if any(not given.get(label, "x").strip() for label in labels):
-        raise ConfigError(f"crosslm.{name}: an entry is empty; give it text or leave it out")
-    return [given.get(label, other) for label, other in zip(labels, default, strict=True)]
-
-
-def _reading(template: str, words: Sequence[str]) -> tuple[str, list[str], str]:
-    """What (1) asks after a text, each label's answer to it, and how M'(y) of (7) ends.
-
-    M'(y) is what (1) asks, answered ("This text is about sport."), so that (7) practises what (1) measures.
-    """
-    before, end = template.split(SLOT)
-    gap = before[len(before.rstrip()) :]
-    return "\n" + before.rstrip(), [gap + word for word in words], end
-
-
-def _writer(config: CrossLm, llm: LanguageModel) -> Writer:
-    if config.backend == "torch":
-        return llm
-    from securefl._vllm import VllmWriter  # an extra
-
-    return VllmWriter(llm)
-
-
 class CrossLmWorker:
     """One language model and the small models that arrive, one after another; it keeps what it learned."""
 
@@ -138,24 +96,9 @@ class CrossLmWorker:
         self.slm = slm
         self.train_llm = train_llm
         self.terms = config.ingredients
-        words = _by_label("verbalisers", config.verbalisers, labels, labels)
-        prompts = [config.prompt.replace(SLOT, word) for word in words]
-        self._prompts = _by_label("prompts", config.prompts, labels, prompts)
         self._encoder = load_sentence_encoder(encoder)
-        self.llm = LanguageModel(
-            config.llm,
-            rank=config.lora_rank if config.training == "lora" else None,
-            seed=self._stream(_ADAPTER),
-            device=config.device,
-            chat=config.chat,
-            layers=config.lora_layers,
-        )
-        self.writer: Writer = _writer(config, self.llm)
-        question, answers, end = _reading(config.reading, words)
-        self._reading = self.llm.encode_inner(question)
-        self._answers = [self.llm.encode_inner(answer) for answer in answers]
-        last = self.llm.encode_inner(end) if end else []
-        self._sentences = [(*self._reading, *answer, *last) for answer in self._answers]
+        self.task = TaskModel(config, labels, seed)
+        self.llm = self.task.llm
         # Each silo's last model, to grade for others: the model it is loaded into, and its tensors.
         self.held: dict[str, tuple[Slm, dict[str, NDArray[np.float32]]]] = {}
         self.reports: list[dict[str, Any]] = []
@@ -175,8 +118,8 @@ class CrossLmWorker:
         """Some texts of every arrival: silo, label, text, reward, kept."""
         return [{"silo": report["silo"], **row} for report in self.reports for row in report["samples"]]
 
-    def _stream(self, purpose: int, number: int = 0) -> int:
-        return int(np.random.SeedSequence([self.seed, purpose, number]).generate_state(1)[0])
+    def _stream(self, purpose: int, number: int) -> int:
+        return seed_of(self.seed, purpose, number)
 
     # --- one arrival
 
@@ -270,7 +213,7 @@ class CrossLmWorker:
         self, slm: Slm, silo: str, purpose: int, number: int, tell: Callable[[int], None], done: int
     ) -> _Batch:
         """New texts of the language model as it is now, and what the graders say of them."""
-        samples, dropped = self.synthesise(
+        samples, dropped = self.task.synthesise(
             self.config.synthetic, self._stream(purpose, number), progress=lambda made: tell(done + made)
         )
         if not samples:
@@ -304,60 +247,12 @@ class CrossLmWorker:
             return said
         return crosslm.without_prior(said, labels)
 
-    # --- writing: equations (2) and (3)
-
-    def _draw_labels(self, count: int, seed: int) -> list[int]:
-        """(2). Stable mode deals the labels out evenly: the same mean, no class without texts by chance."""
-        rng = np.random.default_rng(seed)
-        classes = len(self.labels)
-        if not self.stable:
-            drawn: list[int] = rng.integers(classes, size=count).tolist()
-            return drawn
-        rest = rng.choice(classes, count % classes, replace=False).tolist()
-        return [*(label for label in range(classes) for _ in range(count // classes)), *rest]
-
-    def synthesise(
-        self, count: int, seed: int, progress: Callable[[int], None] = lambda _: None
-    ) -> tuple[list[Sample], int]:
-        """(2) and (3): texts for drawn labels by the language model as it is now, and how many were dropped.
-
-        Empty texts are dropped; as are those of fewer words than `min_words` and, in stable mode, repeats of
-        an earlier text.
-        The same seed and weights give the same texts.
-        """
-        labels = self._draw_labels(count, self._mix(seed, _LABELS))
-        written = self.writer.write(
-            [self._prompts[label] for label in labels],
-            max_new_tokens=self.config.max_new_tokens,
-            top_p=self.config.top_p,
-            top_k=self.config.top_k,
-            seed=self._mix(seed, _TEXTS),
-            progress=progress,
-        )
-        samples: list[Sample] = []
-        seen: set[str] = set()
-        for label, text in zip(labels, written, strict=True):
-            short = len(text.text.split()) < self.config.fewest_words
-            if short or not text.tokens or (self.stable and text.text.lower() in seen):
-                continue
-            seen.add(text.text.lower())
-            samples.append(Sample(text.text, label, text))
-        return samples, count - len(samples)
-
-    @staticmethod
-    def _mix(seed: int, purpose: int) -> int:
-        return int(np.random.SeedSequence([seed, purpose]).generate_state(1)[0])
-
     # --- training the language model
 
     def _teach(self, batch: _Batch, number: int, progress: Callable[[int], None]) -> Lesson:
         reward = crosslm.rewards(batch.grades, batch.labels)
         gains = crosslm.baseline(reward, batch.labels) if self.terms.baseline else reward
-        heads = [tuple(self.llm.prompt(prompt)) for prompt in self._prompts]
-        exercises = [
-            Exercise(heads[s.label], s.written, (*self.llm.encode(s.text), *self._sentences[s.label]))
-            for s in batch.samples
-        ]
+        exercises = self.task.exercises(batch.samples)
         rng = np.random.default_rng(self._stream(_ORDER, number))
         return teach(self.llm, self.config, exercises, gains, rng, progress)
 
@@ -439,49 +334,3 @@ class CrossLmWorker:
                 for j in shown.tolist()
             ],
         }
-
-    # --- evaluation
-
-    def label_probabilities(self, texts: Sequence[str], *, calibrated: bool = False) -> NDArray[np.float32]:
-        """(1): p(y|x) proportional to P(V(y) | M(x)), shape (n, C).
-
-        M(x) is the first 64 tokens of x followed by what stands before the slot of `crosslm.reading`.
-        calibrated: over P(V(y) | M(x0)) of texts x0 that say nothing, which takes out that some words are
-        likely after any text (Zhao et al. 2021, "Calibrate before use").
-        """
-
-        def said(of: Sequence[str]) -> Tensor:
-            rows = [[*self.llm.encode(text, READ_TOKENS), *self._reading] for text in of]
-            return self.llm.answer_log_probs(rows, self._answers)
-
-        logs = said(texts)
-        if calibrated:
-            logs = logs - said(_NOTHING).log_softmax(1).mean(0)
-        shares: NDArray[np.float32] = logs.softmax(1).numpy()
-        return shares
-
-    def nlu_accuracy(
-        self, texts: Sequence[str], labels: Sequence[int] | NDArray[np.int64], *, calibrated: bool = False
-    ) -> float:
-        """Share of texts whose likeliest label by (1) is theirs; NaN without texts."""
-        if not texts:
-            return math.nan
-        said = self.label_probabilities(texts, calibrated=calibrated)
-        return float((said.argmax(1) == np.asarray(labels)).mean())
-
-    def perplexity(self, texts: Sequence[str], *, original: bool = False) -> float:
-        """Of a token, over the first 64 tokens of each text; `original` is without what was learned."""
-        return self.llm.perplexity(texts, limit=READ_TOKENS, original=original)
-
-    def nlg_accuracy(self, slms: Sequence[Slm], samples: Sequence[Sample] | None = None) -> float:
-        """Mean over `slms` of the share of generated texts that they label as asked; NaN without any.
-
-        samples: default `evaluate_rows` new texts of the language model as it is now, always the same draw.
-        The small models that gave the rewards are lenient judges; a held-out one says more.
-        """
-        if samples is None:
-            samples, _ = self.synthesise(self.config.evaluate_rows, self._stream(_JUDGED))
-        if not samples or not slms:
-            return math.nan
-        texts, labels = [sample.text for sample in samples], np.array([sample.label for sample in samples])
-        return float(np.mean([(probabilities(slm, texts).argmax(1) == labels).mean() for slm in slms]))

@@ -255,6 +255,34 @@ def dirichlet_split(
     )
 
 
+def equal_dirichlet_split(
+    labels: NDArray[np.int64], silos: int, alpha: float, rows: int, rng: np.random.Generator
+) -> list[NDArray[np.int64]]:
+    """Silos of one size and skewed labels: of each silo, the classes' shares are ~ Dir(alpha, ..., alpha).
+
+    labels: (n,). Returns one ascending index array of `rows` rows a silo; no row is in two, and some are in
+    none. As in Hsu, Qi and Brown 2019 (arXiv:1909.06335): row by row the class is drawn by the silo's shares,
+    and a class that has run out no more. Raises DataError where there are too few rows.
+    """
+    if len(labels) < silos * rows:
+        raise DataError(
+            f"data.split: {len(labels)} training rows cannot give {silos} silos {rows} rows each; take more "
+            "rows, or lower silos or rows"
+        )
+    classes = [rng.permutation(np.flatnonzero(labels == label)).tolist() for label in np.unique(labels)]
+    parts = []
+    for _ in range(silos):
+        shares = rng.dirichlet(np.full(len(classes), alpha))
+        part: list[int] = []
+        while len(part) < rows:
+            left = shares * [len(of) > 0 for of in classes]
+            if not left.any():  # the silo has no taste for what is left
+                left = np.array([float(len(of)) for of in classes])
+            part.append(classes[rng.choice(len(classes), p=left / left.sum())].pop())
+        parts.append(np.sort(np.array(part, np.int64)))
+    return parts
+
+
 def _rng(seed: int, *purpose: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=purpose)))
 
@@ -298,8 +326,11 @@ def _split(
         try:
             units = rows.by_unit()
             first = rows.labels[[unit[0] for unit in units]]
-            drawn = dirichlet_split(first, split.silos, split.alpha, split.min_rows, rng)
-            # With units their first rows' labels decide, and `min_rows` counts units.
+            # With units their first rows' labels decide, and `min_rows` and `rows` count units.
+            if split.rows is None:
+                drawn = dirichlet_split(first, split.silos, split.alpha, split.min_rows, rng)
+            else:
+                drawn = equal_dirichlet_split(first, split.silos, split.alpha, split.rows, rng)
             parts = [np.sort(np.concatenate([units[unit] for unit in part])) for part in drawn]
         except DataError as error:
             raise DataError(f"{data.train}: {error}") from error

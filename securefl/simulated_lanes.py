@@ -239,9 +239,9 @@ class LaneRun:
     def _figures(self, judge: Slm | None) -> _Figures:
         rows = self.corpus.test.take(range(min(self.config.crosslm.evaluate_rows, len(self.corpus.test))))
         figures = _Figures(
-            self.worker.nlu_accuracy(rows.texts, rows.labels),
-            self.worker.perplexity(rows.texts),
-            math.nan if judge is None else self.worker.nlg_accuracy([judge]),
+            self.worker.task.nlu_accuracy(rows.texts, rows.labels),
+            self.worker.task.perplexity(rows.texts),
+            math.nan if judge is None else self.worker.task.nlg_accuracy([judge]),
         )
         self.progress(EVALUATION_UNITS / 2, "reading test texts with the LLM")
         return figures
@@ -290,7 +290,9 @@ class LaneRun:
             perplexity_after=_figure(after.perplexity),
             nlg_judged=_figure(after.judged),
             nlg_judged_before=_figure(before.judged),
-            nlg_accuracy=_figure(self.worker.nlg_accuracy([client.slm for client in self.clients.values()])),
+            nlg_accuracy=_figure(
+                self.worker.task.nlg_accuracy([client.slm for client in self.clients.values()])
+            ),
             kl=self.worker.kl,
             synthetic=self.worker.samples,
             arrivals=lanes.arrivals,

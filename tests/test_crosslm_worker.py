@@ -18,12 +18,13 @@ from securefl import _llm_training, crosslm_worker
 from securefl._language_model import LanguageModel, Written
 from securefl._llm_training import Exercise, teach
 from securefl.crosslm_terms import CrossLm
-from securefl.crosslm_worker import CrossLmWorker, Sample, _Batch, figures
+from securefl.crosslm_worker import CrossLmWorker, _Batch, figures
 from securefl.errors import ConfigError, ModelError, NonFiniteUpdate, WrongShape
 from securefl.models import Slm, load_slm
 from securefl.release import fingerprint
 from securefl.result import ArrivalRow
 from securefl.synthetic_quality import self_bleu
+from securefl.task_model import Sample
 from securefl.training import probabilities
 
 LABELS = ("a", "b")
@@ -524,9 +525,9 @@ def test_texts_grow_alike_by_as_many_of_each(make: Make) -> None:
 
 def test_labels_are_dealt_out_evenly_in_stable_mode(make: Make) -> None:
     labels = ("a", "b", "c")
-    dealt = make(labels)._draw_labels(11, 5)
+    dealt = make(labels).task._draw_labels(11, 5)
     assert sorted(Counter(dealt).values()) == [3, 4, 4]
-    drawn = make(labels, mode="paper")._draw_labels(3000, 5)
+    drawn = make(labels, mode="paper").task._draw_labels(3000, 5)
     # Uniform draws: 1000 each with a standard deviation of 25.8; five of them, and not dealt out.
     assert all(abs(drawn.count(label) - 1000) < 129 for label in range(3))
     assert drawn != sorted(drawn)
@@ -540,20 +541,25 @@ def test_short_and_repeated_texts_are_dropped_in_stable_mode(
     for mode, expected in (("stable", [0, 4]), ("paper", [0, 1, 2, 4])):
         worker = make(mode=mode)
         monkeypatch.setattr(worker.llm, "write", lambda *_, **__: written)
-        samples, dropped = worker.synthesise(5, seed=0)
+        samples, dropped = worker.task.synthesise(5, seed=0)
         assert [sample.text for sample in samples] == [texts[i] for i in expected]
         assert dropped == 5 - len(expected)
 
 
 def test_prompts_and_verbalisers_come_from_the_configuration(make: Make, slm: Slm) -> None:
     worker = make(prompts={"b": "This is bad: "}, verbalisers={"a": "good"})
-    assert worker._prompts == ["Here is a text about good:", "This is bad: "]
+    assert worker.task._prompts == ["Here is a text about good:", "This is bad: "]
     other = make(prompt="Write of {label}, please", reading="All of this is {label} news")
-    assert other._prompts == ["Write of a, please", "Write of b, please"]
-    assert other.llm.tokenizer.decode(other._sentences[1]) == "\nAll of this is b news"
-    assert [worker.llm.tokenizer.decode(answer) for answer in worker._answers] == [" good", " b"]
-    assert worker.llm.tokenizer.decode(worker._sentences[0]) == "\nThis text is about good."
-    for changes in ({"prompts": {"c": "x"}}, {"verbalisers": {"c": "x"}}, {"prompts": {"a": "  "}}):
+    assert other.task._prompts == ["Write of a, please", "Write of b, please"]
+    assert other.llm.tokenizer.decode(other.task._sentences[1]) == "\nAll of this is b news"
+    assert [worker.llm.tokenizer.decode(answer) for answer in worker.task._answers] == [" good", " b"]
+    assert worker.llm.tokenizer.decode(worker.task._sentences[0]) == "\nThis text is about good."
+    for changes in (
+        {"prompts": {"c": "x"}},
+        {"verbalisers": {"c": "x"}},
+        {"verbalisers": {"a": "0"}},
+        {"prompts": {"a": "  "}},
+    ):
         with pytest.raises(ConfigError):
             make(**changes)
 
@@ -659,9 +665,9 @@ def test_switches_change_what_they_name(make: Make, tiny_encoder: Path) -> None:
 
 def test_calibration_takes_out_what_is_likely_after_anything(make: Make) -> None:
     worker = make(verbalisers={"a": "the", "b": "zoology"})
-    nothing = worker.label_probabilities(("N/A", "...", "[MASK]"))
+    nothing = worker.task.label_probabilities(("N/A", "...", "[MASK]"))
     texts = ["this is a good day for the team", "x"]
-    plain, fair = (worker.label_probabilities(texts, calibrated=c) for c in (False, True))
+    plain, fair = (worker.task.label_probabilities(texts, calibrated=c) for c in (False, True))
     share = np.exp(np.log(nothing).mean(0))
     expected = plain / share
     assert fair == pytest.approx(expected / expected.sum(1, keepdims=True), rel=1e-4)
@@ -671,7 +677,7 @@ def test_understanding_is_equation_1(make: Make) -> None:
     worker = make(verbalisers={"a": "people", "b": "the world"})
     shift(worker.llm)
     texts = ["this is a good day for the team", "x", "said " * 60]
-    found = worker.label_probabilities(texts)
+    found = worker.task.label_probabilities(texts)
     llm = worker.llm
     expected = []
     with torch.no_grad():
@@ -684,8 +690,8 @@ def test_understanding_is_equation_1(make: Make) -> None:
             expected.append(torch.tensor(sums).softmax(0).numpy())
     assert found == pytest.approx(np.array(expected), abs=1e-4)
     best = found.argmax(1)
-    assert worker.nlu_accuracy(texts, best) == 1.0
-    assert worker.nlu_accuracy(texts, [best[0], best[1], 1 - best[2]]) == pytest.approx(2 / 3)
+    assert worker.task.nlu_accuracy(texts, best) == 1.0
+    assert worker.task.nlu_accuracy(texts, [best[0], best[1], 1 - best[2]]) == pytest.approx(2 / 3)
 
 
 def test_generation_accuracy_is_the_mean_over_judges(make: Make, slm: Slm, tiny_encoder: Path) -> None:
@@ -699,10 +705,10 @@ def test_generation_accuracy_is_the_mean_over_judges(make: Make, slm: Slm, tiny_
         for i, text in enumerate(["the team won", "x", "of"])
     ]
     right = [probabilities(slm, [sample.text])[0].argmax() == sample.label for sample in samples]
-    assert worker.nlg_accuracy([slm], samples) == pytest.approx(sum(right) / 3)
-    assert worker.nlg_accuracy([slm, other], samples) == pytest.approx(0.5)
-    assert worker.nlg_accuracy([slm]) == worker.nlg_accuracy([slm])
-    assert math.isnan(worker.nlg_accuracy([]))
+    assert worker.task.nlg_accuracy([slm], samples) == pytest.approx(sum(right) / 3)
+    assert worker.task.nlg_accuracy([slm, other], samples) == pytest.approx(0.5)
+    assert worker.task.nlg_accuracy([slm]) == worker.task.nlg_accuracy([slm])
+    assert math.isnan(worker.task.nlg_accuracy([]))
 
 
 @pytest.mark.real
@@ -722,6 +728,6 @@ def test_the_real_models_teach_each_other(smollm2: str, minilm: str) -> None:
         "Shares in the bank fell after it reported lower profits.",
         "The striker scored twice as his team won the cup.",
     ]
-    assert worker.nlu_accuracy(texts, [0, 1]) == 1.0
+    assert worker.task.nlu_accuracy(texts, [0, 1]) == 1.0
     backwards = [" ".join(reversed(text.split())) for text in texts]
-    assert 3 * worker.perplexity(texts) < worker.perplexity(backwards)
+    assert 3 * worker.task.perplexity(texts) < worker.task.perplexity(backwards)

@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 from securefl._builtin import in_test_part, load_builtin, normalise
 from securefl.config import parse_config
-from securefl.data import Corpus, Rows, dirichlet_split, load_corpus, load_silo, load_texts
+from securefl.data import (
+    Corpus,
+    Rows,
+    dirichlet_split,
+    equal_dirichlet_split,
+    load_corpus,
+    load_silo,
+    load_texts,
+)
 from securefl.errors import ConfigError, DataError
 
 SECRET = "the patient said so"  # no message may hold a row's text
@@ -302,9 +310,36 @@ def test_the_minimum_is_kept_or_refused_with_what_was_reached() -> None:
         dirichlet_split(labels, 4, 1.0, 51, np.random.default_rng(0))
 
 
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 5.0])
+def test_silos_of_one_size_have_the_shares_of_a_dirichlet(alpha: float) -> None:
+    labels = np.repeat(np.arange(3), 40_000)
+    parts = equal_dirichlet_split(labels, 400, alpha, 100, np.random.default_rng(0))
+    assert {len(part) for part in parts} == {100}
+    assert len(np.unique(np.concatenate(parts))) == 40_000
+    shares = np.array([np.bincount(labels[part], minlength=3) / 100 for part in parts])
+    assert shares.mean(0) == pytest.approx([1 / 3] * 3, abs=0.06)
+    # The variance of a share of Dir(alpha, alpha, alpha), and that of drawing 100 rows by it.
+    own = (1 / 3) * (2 / 3) / (3 * alpha + 1)
+    drawn = (own * 99 + (1 / 3) * (2 / 3)) / 100
+    assert shares.var(0) == pytest.approx([drawn] * 3, rel=0.25)
+
+
+def test_a_label_that_runs_out_is_drawn_no_more() -> None:
+    labels = np.array([0] * 5 + [1] * 35)
+    for seed in range(20):
+        parts = equal_dirichlet_split(labels, 4, 0.01, 10, np.random.default_rng(seed))
+        assert sorted(np.concatenate(parts).tolist()) == list(range(40))
+    with pytest.raises(DataError, match="rows each"):
+        equal_dirichlet_split(labels, 4, 0.01, 11, np.random.default_rng(0))
+
+
 def test_fewer_rows_than_silos(files: tuple[Path, Path]) -> None:
     with pytest.raises(DataError, match="60 training rows cannot give 61 silos 2 rows each"):
         corpus(*files, split={"by": "dirichlet", "silos": 61, "min_rows": 2})
+    equal = corpus(*files, split={"by": "dirichlet", "silos": 3, "rows": 16})
+    assert {len(equal.train[name]) + len(equal.validation[name]) for name in equal.train} == {16}
+    with pytest.raises(ConfigError, match="below min_rows"):
+        corpus(*files, split={"by": "dirichlet", "silos": 4, "rows": 15})
 
 
 def with_column(path: Path, values: list[str], per_value: int) -> Path:

@@ -57,6 +57,7 @@ LAYERS = [
         "_language_model",
         "_llm_training",
         "_vllm",
+        "task_model",
         "crosslm_worker",
         "client",
         "server",
