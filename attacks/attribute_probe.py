@@ -21,7 +21,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
 from attacks.adversary import NotEnough
-from attacks.membership import Target, Vectors, check_vectors
+from attacks.membership import Target, Vectors, check_rows, check_vectors
 from attacks.simulated import Ids, Simulator, buckets, split
 from securefl.errors import SecureflError
 
@@ -73,7 +73,7 @@ class Attributes:
 
 def read(
     target: Target,
-    auxiliary: Vectors,
+    auxiliary: NDArray[np.floating],
     attribute: Ids,
     rng: np.random.Generator,
     *,
@@ -87,11 +87,13 @@ def read(
     Memory: groups x d numbers, beside blocks of 64 MB. Raises NotEnough for too few auxiliary rows and for an
     attribute of one value, SecureflError for NaN, infinity and constant vectors.
     """
-    rows = check_vectors(auxiliary, "the auxiliary text")
+    check_rows(auxiliary, "the auxiliary text")
     centroids = check_vectors(target.centroids, "the released centroids")
-    if len(attribute) != len(rows):
-        raise SecureflError(f"{len(rows)} auxiliary vectors for {len(attribute)} values of the attribute")
-    parts = split(len(rows), float(target.sizes.max(initial=1.0)), rng)
+    if len(attribute) != len(auxiliary):
+        raise SecureflError(
+            f"{len(auxiliary)} auxiliary vectors for {len(attribute)} values of the attribute"
+        )
+    parts = split(len(auxiliary), float(target.sizes.max(initial=1.0)), rng)
     every, counts = np.unique(attribute, return_counts=True)
     if len(every) < 2:
         raise NotEnough("all auxiliary rows have one value of the attribute, so there is nothing to tell")
@@ -101,11 +103,11 @@ def read(
         asked = asked[asked == counts.argmin()]
     if not len(asked):
         raise NotEnough(f"no value of the attribute to ask about is in {LEAST_ROWS} auxiliary rows")
-    values, bases = every[asked].astype(np.int64), counts[asked] / len(rows)
+    values, bases = every[asked].astype(np.int64), counts[asked] / len(auxiliary)
     has = sparse.csr_array((attribute[:, None] == values[None]).astype(np.float32))
     shape = (len(centroids), len(values))
     chances, priors = np.zeros(shape), np.zeros(shape)
-    simulator = Simulator(rows, target.claim, cells)
+    simulator = Simulator(auxiliary, target.claim, cells)
     for bucket in buckets(target.sizes):
         sizes = target.sizes[bucket]
         first, held = (

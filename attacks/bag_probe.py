@@ -27,7 +27,7 @@ from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 
 from attacks.adversary import NotEnough
-from attacks.membership import Target, Vectors, check_vectors
+from attacks.membership import Target, Vectors, check_rows, check_vectors
 from attacks.simulated import Ids, Simulator, buckets, split
 from attacks.token_regressions import (
     PAIR_PENALTY,
@@ -221,7 +221,7 @@ class _Case:
 
 def read(
     target: Target,
-    auxiliary: Vectors,
+    auxiliary: NDArray[np.floating],
     texts: Sequence[Ids],
     vocabulary: int,
     special: frozenset[int],
@@ -241,11 +241,11 @@ def read(
     Raises NotEnough where the auxiliary rows are too few for the largest centroid, SecureflError for NaN,
     infinity, constant vectors and ids beyond the vocabulary.
     """
-    rows = check_vectors(auxiliary, "the auxiliary text")
+    check_rows(auxiliary, "the auxiliary text")
     centroids = check_vectors(target.centroids, "the released centroids")
-    if len(texts) != len(rows):
-        raise SecureflError(f"{len(rows)} auxiliary vectors for {len(texts)} auxiliary texts")
-    fitted, held = split(len(rows), float(target.sizes.max(initial=1.0)), rng)
+    if len(texts) != len(auxiliary):
+        raise SecureflError(f"{len(auxiliary)} auxiliary vectors for {len(texts)} auxiliary texts")
+    fitted, held = split(len(auxiliary), float(target.sizes.max(initial=1.0)), rng)
     every = presence(texts, vocabulary, special)
     there = np.asarray(every.sum(axis=0)).ravel() > 0
     if not there.any():
@@ -255,11 +255,11 @@ def read(
     table = None
     if token_vectors is not None:
         table = check_vectors(token_vectors, "the single tokens")
-        if table.shape != (vocabulary, rows.shape[1]):
+        if table.shape != (vocabulary, auxiliary.shape[1]):
             raise SecureflError(f"the vectors of single tokens are {table.shape}, not one for every token")
-    simulator = Simulator(rows, target.claim, cells)
+    simulator = Simulator(auxiliary, target.claim, cells)
     case = _Case(simulator, every, fitted, held, np.flatnonzero(there), content, table)
-    is_rare, _ = case.is_rare(np.arange(len(rows)))
+    is_rare, _ = case.is_rare(np.arange(len(auxiliary)))
     lists: list[list[Ids]] = [[np.zeros(0, np.int64)] * len(centroids) for _ in range(5)]
     found = Bags(lists[0], lists[1], lists[2], lists[3], lists[4], is_rare, content & ~there)
     for bucket in buckets(target.sizes):

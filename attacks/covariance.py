@@ -1,6 +1,7 @@
-"""A covariance shrunk as Ledoit and Wolf (2004) do, of rows that come in chunks and are never held together.
+"""Covariances of rows that come in chunks and are never held together: plain, and as Ledoit and Wolf (2004).
 
-scikit-learn's `LedoitWolf` is the same estimate of rows in memory, which it copies several times. No files.
+`numpy.cov` and scikit-learn's `LedoitWolf` are the same estimates of rows in memory, which they copy several
+times. No files.
 """
 
 from __future__ import annotations
@@ -11,6 +12,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vectors = NDArray[np.float64]
+
+
+def sample_covariance(parts: Iterable[Vectors]) -> tuple[Vectors, Vectors]:
+    """(d,) mean and (d, d) covariance, over n - 1, of the rows in all parts, (n_i, d) each, in one pass.
+
+    Each part is centred by itself and then merged (Chan, Golub and LeVeque 1983), so that nothing cancels.
+    Raises ValueError for fewer than two rows.
+    """
+    count, mean, moments = 0, np.zeros(0), np.zeros((0, 0))
+    for rows in parts:
+        own = rows.mean(0)
+        centred = rows - own
+        added = centred.T @ centred
+        if count:
+            gap, together = own - mean, count + len(rows)
+            added += np.outer(gap, gap) * (count * len(rows) / together)
+            own = mean + gap * (len(rows) / together)
+            added += moments
+        mean, moments, count = own, added, count + len(rows)
+    if count < 2:
+        raise ValueError(f"there is no covariance of {count} rows")
+    return mean, moments / (count - 1)
 
 
 def ledoit_wolf(parts: Iterable[Vectors], mean: Vectors) -> tuple[Vectors, float]:

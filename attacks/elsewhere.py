@@ -136,7 +136,8 @@ class Elsewhere:
     """A `Source` of one release.
 
     vectors: file of (q, d), or of (q, S, d) of an embedding layer with texts cut at S tokens. encoder:
-    checkpoint. pool, rows: files of texts; without rows nothing that needs the truth is scored. With
+    checkpoint, of which the token table may have been trained since. Weights in the file are of a vector's
+    rows in their order. pool, rows: files of texts; without rows nothing that needs the truth is scored. With
     `columns.group` a row is behind the vector of that number, counted from 0; else row i is behind vector i.
     max_length: tokens of a text, 64 where nothing says otherwise. normalised: vectors were scaled to length 1
     before they were averaged.
@@ -178,6 +179,7 @@ class Elsewhere:
         self._rows, self._groups = _read_rows(rows, columns, len(self._file.vectors))
         self._pool, self._overlap = _read_pool(pool, columns, self._rows)
         self._sizes = _sizes(self._file, self._groups)
+        self._check_weights()
         files = [path for path in (vectors, pool, rows, claim) if path is not None]
         terms = [columns.text, columns.label, columns.group, self._max_length, normalised, seed]
         content = canonical_json([terms, fingerprint, [_sha256(path) for path in files]])
@@ -195,6 +197,19 @@ class Elsewhere:
                 "leave out --max-length and --normalised"
             )
         return length
+
+    def _check_weights(self) -> None:
+        """Where rows weigh differently: their number, and no claim, which is one of rows that count alike."""
+        if self._file.weights is None:
+            return
+        if not isinstance(self._claim, NonPrivate):
+            raise UsageError(f"{self.path}: weights: noise on unequal weights is not known; drop --claim")
+        for number, (group, size) in enumerate(zip(self._groups, self._sizes, strict=bool(self._groups))):
+            if len(group) != size:
+                raise DataError(
+                    f"{self.path}: weights: row {number + 1} has {size:g}, but {len(group)} rows are behind "
+                    "that vector; check --group"
+                )
 
     @property
     def name(self) -> str:
@@ -260,6 +275,8 @@ class Elsewhere:
         }
         if self._file.mask is not None:
             tensors["mask"] = self._file.mask.astype(np.float32)
+        if self._file.weights is not None:
+            tensors["weights"] = self._file.weights
         info = {"encoder": self._fingerprint, "base": self._encoder, "round": recorded.row.round}
         info["base_sha256"] = self._fingerprint
         return Release(self._kind, tensors, info, self._claim)

@@ -6,7 +6,7 @@ the members' labels, and to check that a release is what the run says. This room
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +28,8 @@ from securefl.release import ROW, GaussianSums, NonPrivate, PayloadKind, Release
 
 # Auxiliary rows below which no covariance is worth estimating.
 MIN_AUXILIARY = 16
+# Rows of each label that are among some of many, where it has as many: a probe learns no value of fewer.
+_OF_EACH_LABEL = 16
 # Bytes of pooled vectors kept over all encoders, so that the next attack need not embed the texts again.
 _KEPT = 1 << 30
 
@@ -90,6 +92,23 @@ def split_pool(pool: Texts, seed: int) -> tuple[Texts, Texts]:
     return pool.take(ranked[::2]), pool.take(ranked[1::2])
 
 
+def some_of(texts: Texts, most: int, seed: int) -> Texts:
+    """All texts, or `most` of them drawn at random, in their order; of every label some, if there is room.
+
+    With the same seed a larger part holds a smaller one, so that no text is embedded for one of them alone.
+    """
+    if len(texts) <= most:
+        return texts
+    first: list[int] = []
+    others: list[int] = []
+    seen: Counter[str] = Counter()
+    for row in np.random.default_rng([seed, 3]).permutation(len(texts)).tolist():
+        label = texts.labels[row]
+        (first if seen[label] < _OF_EACH_LABEL else others).append(row)
+        seen[label] += 1
+    return texts.take(sorted([*first, *others][:most]))
+
+
 @dataclass(frozen=True, repr=False)
 class Scene:
     """One centroid release with everything that its attacks need.
@@ -123,13 +142,16 @@ class Scene:
         """The generator of an attack, by its number, on this release."""
         return np.random.default_rng([self.evidence.source.seed, 2, self.index, attack])
 
-    def pooled(self, texts: Texts) -> NDArray[np.float64]:
-        """(n, d) vectors of texts under the release's encoder, in memory."""
-        return self.evidence.vectors(self, texts).astype(np.float64)
-
     def vectors(self, texts: Texts) -> NDArray[np.float32]:
-        """The same for attacks that read them in chunks: a pool's may be on disk, see `Evidence.vectors`."""
+        """(n, d) vectors of texts under the release's encoder, see `Evidence.vectors`.
+
+        Those of a pool may be on disk: read them in chunks, or ask for `some_auxiliary` only.
+        """
         return self.evidence.vectors(self, texts)
+
+    def some_auxiliary(self, most: int) -> Texts:
+        """At most so many auxiliary rows, the same ones in every round: see `some_of`."""
+        return some_of(self.auxiliary, most, self.evidence.source.seed)
 
 
 class Evidence:
@@ -253,10 +275,10 @@ def check_truth(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.fl
                 f"the truth names {len(group)} for it{_hint(scene, '--group')}"
             )
         if mask is None:
-            mean = vectors[group].mean(0)
+            mean = vectors[group].mean(0, dtype=np.float64)
         else:
             there = np.maximum(mask[group].sum(0), 1)[:, None]
-            mean = (vectors[group] * mask[group][..., None]).sum(0) / there
+            mean = (vectors[group] * mask[group][..., None]).sum(0, dtype=np.float64) / there
         if np.abs(centroids[index] - mean).max() > 1e-2 * np.abs(mean).max():
             raise ProtocolError(
                 f"{scene.recorded.path}: centroid {index} is not the mean of the rows that the truth names "

@@ -26,10 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from attacks.covariance import sample_covariance
 from attacks.decoder import WEIGHT, Ask, Climb, Gains, cosines
 from attacks.dictionary import Ids
 from attacks.findings import Bound
-from attacks.membership import Vectors, check_vectors
+from attacks.membership import Vectors, check_vectors, chunks
 from attacks.propositions import largest_singular_value, proposition_3
 from attacks.word_maps import Reader, Single
 from securefl.errors import ModelError, SecureflError
@@ -300,6 +301,7 @@ def check_proposition_3(
     of the encoder is taken there. sigma is of auxiliary vectors, as if they were a round Gaussian's. Zbar is
     what the relaxation reached, with its own residual, so nothing is unreached.
     """
+    _, covariance = sample_covariance(rows for _, rows in chunks(auxiliary))
     gaps = [distance(reader, shares, text) for text in truths]
     nearest = truths[int(np.argmin(gaps))]
     table = token_table(slm)
@@ -315,7 +317,7 @@ def check_proposition_3(
         name,
         width=slm.width,
         k=len(truths),
-        sigma=float(np.sqrt(np.asarray(auxiliary, np.float64).var(0).mean())),
+        sigma=float(np.sqrt(np.trace(covariance) / len(covariance) * (1 - 1 / len(auxiliary)))),
         residuals=residual,
         lipschitz=steepness,
         table_norm=float(table.norm()),

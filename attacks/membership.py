@@ -291,8 +291,8 @@ class Scores:
 def attack(
     target: Target,
     auxiliary: NDArray[Any],
-    members: Vectors,
-    controls: Vectors,
+    members: NDArray[Any],
+    controls: NDArray[Any],
     rng: np.random.Generator,
 ) -> Scores:
     """Score members (n1, d) and controls (n0, d) of one release; auxiliary (m, d) is disjoint from both.

@@ -19,7 +19,7 @@ from sklearn.linear_model import RidgeCV
 from torch import Tensor
 
 from attacks.adversary import NotEnough
-from attacks.dictionary import Dictionary, Ids, Layer, Moved, Prior, token_ids
+from attacks.dictionary import Ids, Layer, Moved, Prior, token_ids, vocabulary_size
 from attacks.tokens import Recovered, Target, recover
 from securefl.models import Slm
 
@@ -29,6 +29,12 @@ _LEAST = 16
 # Relative to the mean square of a centroid's numbers; the last is no map, only shifts.
 _PENALTIES = (1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3, 1e7)
 _OUTLIER = 2.0
+# Of the distance to other rows, above which a centroid is of other rows or of another encoder: of these it is
+# about 1; of the rows themselves under a table that moved by x of its entries' scatter about x / sqrt(2); and
+# with one wrong row in five .45.
+NEAR = 0.4
+# The same of x itself. A map that moves the table further may be to another encoder's, where any text fits.
+NEARER = NEAR * 2**0.5
 # A token of which the frequencies are this sure need not be read.
 _SURE = 0.9
 _START = 0.1
@@ -40,7 +46,7 @@ class Adapted:
     deviation of what its entries are still off by, for each number, in every round of reading."""
 
     recovered: Recovered
-    dictionary: Dictionary
+    dictionary: Moved
     slack: tuple[float, ...]
 
 
@@ -66,7 +72,7 @@ def recover_moved(
     base = Layer(slm, positions)
     shift, slack = _first_look(base, target, prior, token_ids(slm, auxiliary))
     width = target.centroids.shape[2]
-    table: Dictionary = Moved(base, torch.eye(width), shift)
+    table = Moved(base, torch.eye(width), shift)
     read = recover(slm, target, prior, auxiliary, dictionary=table, slack=slack)
     seen = [slack]
     for _ in range(rounds):
@@ -84,6 +90,47 @@ def recover_moved(
         if same:
             break
     return Adapted(read, table, tuple(seen))
+
+
+def change(slm: Slm, table: Moved) -> float:
+    """How far a correction moves an entry, over the entries' scatter; a shift of all alike does not count."""
+    ids = torch.arange(vocabulary_size(slm))
+    before, after = table.base.at(0, ids), table.at(0, ids)
+    return float((after - before).std(0).norm() / before.std(0).norm())
+
+
+def distances(
+    slm: Slm, target: Target, truth: Sequence[Sequence[Ids]], others: Sequence[Sequence[Ids]]
+) -> NDArray[np.float64]:
+    """(q,) how far a centroid is from its rows' mean under the public table, over how far from other rows'.
+
+    truth, others: [centroid][position] tokens of the rows behind it, and of as many that are nobody's. What
+    all sums of a side are off by alike does not count. Not what the adversary sees: says whether the truth
+    fits (at most `NEAR`) where the table is not the one that made the centroids. Infinite where the other
+    rows say nothing.
+    """
+    base = Layer(slm, target.centroids.shape[1])
+    mine, theirs = (_squares(base, target, side) for side in (truth, others))
+    far = np.sqrt(mine / np.where(theirs > 0, theirs, np.nan))
+    return np.asarray(np.nan_to_num(far, nan=np.inf), np.float64)
+
+
+def _squares(base: Layer, target: Target, side: Sequence[Sequence[Ids]]) -> NDArray[np.float64]:
+    """(q,) mean square of what the sums of a centroid's positions are off by, for each of their tokens."""
+    off, behind, numbers = [], [], []
+    for c, row in enumerate(side):
+        for s, ids in enumerate(row):
+            if len(ids) and target.mask[c, s] > 0:
+                off.append(target.centroids[c, s] - base.at(s, torch.from_numpy(ids)).mean(0).numpy())
+                behind.append(c)
+                numbers.append(len(ids))
+    if not off:
+        return np.zeros(len(side))
+    rest = np.array(off, np.float64)
+    # The median: rows that do not fit must not move those that do.
+    squares = np.square(rest - np.median(rest, axis=0)).mean(1) * numbers
+    total, times = (np.bincount(behind, part, len(side)) for part in (squares, np.ones(len(off))))
+    return np.asarray(total / np.maximum(times, 1), np.float64)
 
 
 def _first_look(base: Layer, target: Target, prior: Prior, auxiliary: Sequence[Ids]) -> tuple[Tensor, float]:
@@ -113,7 +160,7 @@ def _first_look(base: Layer, target: Target, prior: Prior, auxiliary: Sequence[I
     return shifts, _START * float(some.std(0).mean())
 
 
-def _correct(base: Layer, table: Dictionary, target: Target, read: Recovered) -> tuple[Moved, float]:
+def _correct(base: Layer, table: Moved, target: Target, read: Recovered) -> tuple[Moved, float]:
     """The affine map and shifts that bring the public vectors of what was read nearest to the centroids."""
     means, wanted, off, places, numbers = [], [], [], [], []
     positions, width = target.centroids.shape[1:]

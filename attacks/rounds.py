@@ -15,7 +15,7 @@ read as a ranking and not as odds. On film reviews, four rounds of one encoder w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,14 +49,14 @@ _ROUNDING = 2.0**-24
 class Round:
     """One round as the adversary sees it, all vectors by the round's encoder.
 
-    auxiliary: (m, d) nobody's text. members (n1, d) and controls (n0, d): the same candidates in the same
-    order in every round; d may differ between rounds.
+    auxiliary: (m, d) nobody's text, array or memory map. members (n1, d) and controls (n0, d): the same
+    candidates in the same order in every round; d may differ between rounds.
     """
 
     target: Target
-    auxiliary: Vectors
-    members: Vectors
-    controls: Vectors
+    auxiliary: NDArray[np.floating]
+    members: NDArray[np.floating]
+    controls: NDArray[np.floating]
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,20 @@ class _Fitted:
     cells: tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-def attack(rounds: Sequence[Round], rng: np.random.Generator) -> Scores:
+def attack(rounds: Iterable[Round], rng: np.random.Generator) -> Scores:
     """Attack 1 over T rounds: every candidate's scores summed over the rounds.
 
+    A round's auxiliary rows are read before the next one is asked for, so that rounds may come one by one.
     A round in which the candidate's cell was withheld adds nothing; a candidate that no round scores is left
     out, so either side may come back shorter, or empty. With one round it is `membership.attack`.
     `encoder_alone` is the AUC of the same sum against invented centroids.
     Raises NotEnough without a round, SecureflError for rounds of different candidates or broken vectors.
     """
-    if not rounds:
+    fitted = list(map(_fit, rounds))  # which keeps no round while it waits for the next one
+    if not fitted:
         raise NotEnough("there is no round to attack")
-    first = rounds[0]
-    if any(
-        (len(one.members), len(one.controls)) != (len(first.members), len(first.controls)) for one in rounds
-    ):
+    if len({tuple(map(len, one.sides)) for one in fitted}) > 1:
         raise SecureflError("the rounds have different numbers of candidates; give each the same texts")
-    fitted = [_fit(one) for one in rounds]
     aims = [one.target for one in fitted]
     ratio = _summed(likelihood_ratios, fitted, aims)
     dot = _summed(dot_products, fitted, aims)
@@ -100,15 +98,15 @@ def attack(rounds: Sequence[Round], rng: np.random.Generator) -> Scores:
 
 
 def _fit(one: Round) -> _Fitted:
-    auxiliary = check_vectors(one.auxiliary, "the auxiliary text")
+    background = membership.fit_background(one.auxiliary, one.target)
     members = check_vectors(one.members, "the silo's rows")
     controls = check_vectors(one.controls, "the control rows")
     check_vectors(one.target.centroids, "the released centroids")
     cells = (
-        membership.assign(members, one.target, auxiliary),
-        membership.assign(controls, one.target, auxiliary),
+        membership.assign(members, one.target, one.auxiliary),
+        membership.assign(controls, one.target, one.auxiliary),
     )
-    return _Fitted(one.target, membership.fit_background(auxiliary, one.target), (members, controls), cells)
+    return _Fitted(one.target, background, (members, controls), cells)
 
 
 def _summed(score: _Score, rounds: Sequence[_Fitted], aims: Sequence[Target]) -> tuple[Vectors, Vectors]:
@@ -130,7 +128,7 @@ def _summed(score: _Score, rounds: Sequence[_Fitted], aims: Sequence[Target]) ->
 def difference(
     before: Target,
     after: Target,
-    auxiliary: Vectors,
+    auxiliary: NDArray[np.floating],
     candidates: Vectors,
     came: bool | None = None,
     background: Background | None = None,
@@ -151,7 +149,6 @@ def difference(
     Raises NotEnough where this is not what happened: centroids came or went, sizes changed by more than one
     row, more than one centroid moved, or the sizes are noisy and `came` is not given.
     """
-    auxiliary = check_vectors(auxiliary, "the auxiliary text")
     candidates = check_vectors(candidates, "the candidates")
     for target in (before, after):
         check_vectors(target.centroids, "the released centroids")

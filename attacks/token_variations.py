@@ -120,9 +120,7 @@ class _Bench:
         means, masks, start = [], [], 0
         for one in weights:
             rows = slice(start, start + len(one))
-            share = one[:, None] * mask[rows]
-            total = np.einsum("ns,nsd->sd", share, vectors[rows].astype(np.float64))
-            means.append(total / np.maximum(share.sum(0), 1e-12)[:, None])
+            means.append(weighted_tokens.weighted_mean(vectors[rows], mask[rows], one))
             masks.append(mask[rows].max(0))
             start += len(one)
         # Known are the weights, not whose each is.

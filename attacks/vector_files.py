@@ -1,10 +1,10 @@
 """One file of vectors from elsewhere -> arrays: `.npy`, `.safetensors`, Parquet or CSV, every number checked.
 
 A vector is one row of numbers, or, of an embedding layer, one for each position of a text (`.npy` and
-`.safetensors` only). What a file states beside its vectors (how many rows each is the mean of, the encoder
-that made it) is read too. No pickle; sizes are checked before anything is allocated. Errors name file, row or
-column and repeat nothing else: what a library says of a file may quote its rows, and where a header is
-missing they are it.
+`.safetensors` only). What a file states beside its vectors (how many rows each is the mean of, how much each
+of them weighs, the encoder that made it) is read too. No pickle; sizes are checked before anything is
+allocated. Errors name file, row or column and repeat nothing else: what a library says of a file may quote
+its rows, and where a header is missing they are it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ MAX_NUMBER = 1e15
 # A count that was noised may be less than 1; float32 still holds this one.
 MIN_SIZE = 1e-6
 _NAMES = ("centroids", "embeddings", "vectors")
-_SIZES, _MASK, _ENCODER = ("sizes", "size"), "mask", "encoder"
+_SIZES, _MASK, _WEIGHTS, _ENCODER = ("sizes", "size"), "mask", "weights", "encoder"
 
 
 @dataclass(frozen=True, repr=False)
 class VectorFile:
     """vectors: (q, d) float64, finite, or (q, S, d) for S positions, zeros where a mask says that none is.
     mask: (q, S) 0/1, None for (q, d). sizes: (q,) rows behind each, None where the file does not say.
+    weights: (q, m) of the rows behind each, which sum to 1, then zeros; None where rows count alike.
     encoder: fingerprint that the file states, or None. sha256: of the file."""
 
     vectors: NDArray[np.float64]
@@ -49,6 +50,7 @@ class VectorFile:
     sizes: NDArray[np.float64] | None
     encoder: str | None
     sha256: str
+    weights: NDArray[np.float64] | None = None
 
 
 def read_vectors(path: Path) -> VectorFile:
@@ -73,9 +75,13 @@ def read_vectors(path: Path) -> VectorFile:
         mask = _checked_mask(path, content.mask, vectors)
         vectors = vectors * mask[..., None]
     sizes = None if content.sizes is None else _checked_sizes(path, content.sizes, len(vectors))
+    weights = None
+    if content.weights is not None:
+        weights = _checked_weights(path, content.weights, vectors, sizes)
+        sizes = np.asarray((weights > 0).sum(1), np.float64)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return VectorFile(vectors, mask, sizes, content.encoder, digest)
+    return VectorFile(vectors, mask, sizes, content.encoder, digest, weights)
 
 
 def _checked(path: Path, vectors: NDArray[Any]) -> NDArray[np.float64]:
@@ -135,6 +141,29 @@ def _checked_sizes(path: Path, sizes: NDArray[Any], count: int) -> NDArray[np.fl
     return found
 
 
+def _checked_weights(
+    path: Path, weights: NDArray[Any], vectors: NDArray[np.float64], sizes: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    if vectors.ndim != 3:
+        raise DataError(f"{path}: weights: go with an embedding layer's positions; leave them out")
+    count = len(vectors)
+    if weights.ndim != 2 or len(weights) != count or weights.dtype.kind not in "fiu":
+        raise DataError(f"{path}: weights: must be a row of numbers for each of {count} vectors")
+    found = weights.astype(np.float64)
+    # Refuses NaN and infinity too. Zeros stand behind the weights only.
+    fit = (found >= 0) & (found <= MAX_NUMBER) & ((found > 0) | (np.cumsum(found[:, ::-1], 1)[:, ::-1] == 0))
+    total = found.sum(1)
+    bad = np.flatnonzero(~(fit.all(1) & (total >= MIN_SIZE)))
+    if len(bad):
+        raise DataError(
+            f"{path}: weights: row {bad[0] + 1} must be positive numbers, one for each row behind its "
+            "vector, and then zeros"
+        )
+    if sizes is not None and ((found > 0).sum(1) != sizes).any():
+        raise DataError(f"{path}: weights: are not as many as the sizes say; correct one of them")
+    return np.asarray(found / total[:, None], np.float64)
+
+
 @dataclass(frozen=True, repr=False)
 class _Content:
     """What stands in a file, unchecked."""
@@ -143,6 +172,7 @@ class _Content:
     sizes: NDArray[Any] | None = None
     encoder: str | None = None
     mask: NDArray[Any] | None = None
+    weights: NDArray[Any] | None = None
 
 
 def _npy(path: Path) -> _Content:
@@ -172,8 +202,8 @@ def _safetensors(path: Path) -> _Content:
             raise DataError(f"{path}: has no tensor named {', '.join(_NAMES)}")
         with suppress(TypeError, AttributeError):  # of a type that numpy lacks: bfloat16, float8
             sizes = next((file.get_tensor(name) for name in _SIZES if name in names), None)
-            mask = file.get_tensor(_MASK) if _MASK in names else None
-            return _Content(file.get_tensor(found[0]), sizes, encoder, mask)
+            mask, weights = (file.get_tensor(name) if name in names else None for name in (_MASK, _WEIGHTS))
+            return _Content(file.get_tensor(found[0]), sizes, encoder, mask, weights)
         fault = "holds numbers of a type that cannot be read here; convert them to float32"
     raise DataError(f"{path}: {fault}")
 

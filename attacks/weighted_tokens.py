@@ -62,6 +62,16 @@ class WeightedTarget:
                 raise SecureflError("the weights of a centroid's rows are positive and sum to 1")
 
 
+def weighted_mean(
+    vectors: NDArray[np.floating], mask: NDArray[np.floating], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """(S, d) mean of k rows (k, S, d) with mask (k, S) by weights (k,), at each position over those that have
+    it; zeros where none does."""
+    share = weights[:, None] * mask
+    total = np.einsum("ks,ksd->sd", share, vectors.astype(np.float64))
+    return np.asarray(total / np.maximum(share.sum(0), 1e-12)[:, None], np.float64)
+
+
 def merged(targets: Sequence[Target], weights: Literal["uniform", "size"]) -> WeightedTarget:
     """What an aggregator shows that averages M silos' centroids, by size or alike.
 

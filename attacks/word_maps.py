@@ -17,8 +17,9 @@ from sklearn.kernel_ridge import KernelRidge
 from sklearn.linear_model import Ridge
 
 from attacks.adversary import NotEnough
+from attacks.covariance import sample_covariance
 from attacks.dictionary import Ids
-from attacks.membership import Vectors, check_vectors, clipped
+from attacks.membership import Vectors, check_rows, chunks, clipped
 from attacks.simulated import Simulator, split
 from securefl.errors import SecureflError
 from securefl.release import Claim
@@ -132,7 +133,7 @@ def _bags(texts: Sequence[Ids], places: Ids, special: frozenset[int]) -> sparse.
 
 
 def fit(
-    auxiliary: Vectors,
+    auxiliary: NDArray[np.floating],
     texts: Sequence[Ids],
     sizes: Vectors,
     claim: Claim,
@@ -144,14 +145,16 @@ def fit(
 ) -> Reader:
     """Learn both maps from auxiliary rows (m, d), unclipped, and their m texts as ids, special ones included.
 
+    The rows may be a memory map, and are read in chunks.
+
     sizes: released sizes to imitate, near each other (`simulated.buckets`). cells: see `Simulator`.
     Memory: groups x c numbers of 8 bytes. Raises NotEnough where the rows are too few for the largest size,
     SecureflError for NaN, infinity and constant vectors.
     """
-    rows = check_vectors(auxiliary, "the auxiliary text")
-    if len(rows) != len(texts):
-        raise SecureflError(f"{len(rows)} auxiliary vectors for {len(texts)} auxiliary texts")
-    fitted, held = split(len(rows), float(sizes.max(initial=1.0)), rng)
+    check_rows(auxiliary, "the auxiliary text")
+    if len(auxiliary) != len(texts):
+        raise SecureflError(f"{len(auxiliary)} auxiliary vectors for {len(texts)} auxiliary texts")
+    fitted, held = split(len(auxiliary), float(sizes.max(initial=1.0)), rng)
     frequent = by_frequency(texts, special)[:VOCABULARY]
     if not len(frequent):
         raise NotEnough("the auxiliary text has no content tokens")
@@ -160,19 +163,19 @@ def fit(
     columns[vocabulary] = np.arange(len(vocabulary))
     bags = _bags(texts, columns, special)
     inner = np.array([max(1, int((~np.isin(ids, list(special))).sum())) for ids in texts], np.float64)
-    simulator = Simulator(rows, claim, cells)
+    simulator = Simulator(auxiliary, claim, cells)
     presence = _ridge(simulator, bags, fitted, held, sizes, groups, rng)
-    drawn = list(simulator.releases(np.arange(len(rows)), sizes, groups, rng))
+    drawn = list(simulator.releases(np.arange(len(auxiliary)), sizes, groups, rng))
     made = np.concatenate([one for one, _ in drawn])
     whose = sparse.vstack([one for _, one in drawn], format="csr")
     mean = (whose @ inner) / np.asarray(whose.sum(axis=1)).ravel()
     length = Ridge(presence.alpha).fit(made, np.log(mean))
 
-    pooled = clipped(rows, claim)
-    centre = pooled.mean(0)
+    centre, covariance = sample_covariance(clipped(rows, claim) for _, rows in chunks(auxiliary))
     # What a release varies in beside its text: the rows, evened out, and the noise of the claim.
-    noise = float(np.maximum(0, made.var(0).mean() - pooled.var(0).mean() / max(1.0, float(sizes.mean()))))
-    variances, basis = np.linalg.eigh(np.cov(pooled.T))
+    scatter = float(np.trace(covariance)) / len(centre) * (1 - 1 / len(auxiliary))
+    noise = float(np.maximum(0, made.var(0).mean() - scatter / max(1.0, float(sizes.mean()))))
+    variances, basis = np.linalg.eigh(covariance)
     spread = np.maximum(variances, 0) + variances.mean() + noise
     metric = (basis / np.sqrt(spread)) @ basis.T
     prefix, suffix = frame(texts, special)
@@ -186,13 +189,14 @@ def fit(
         metric,
         presence,
         length,
-        np.zeros((len(vocabulary), rows.shape[1]), np.float32),
+        np.zeros((len(vocabulary), auxiliary.shape[1]), np.float32),
         _places(texts, columns, len(vocabulary)),
         frequent,
     )
-    some = rng.permutation(len(rows))[:_BAG_ROWS]
+    some = rng.permutation(len(auxiliary))[:_BAG_ROWS]
     shares = sparse.csr_array(sparse.diags_array(1 / inner[some]) @ bags[some])
-    dual = KernelRidge(alpha=_BAG_PENALTY, kernel="linear").fit(shares, reader.turned(pooled[some]))
+    pooled = clipped(np.asarray(auxiliary[some], np.float64), claim)
+    dual = KernelRidge(alpha=_BAG_PENALTY, kernel="linear").fit(shares, reader.turned(pooled))
     reader.words[:] = shares.T @ dual.dual_coef_
     return reader
 

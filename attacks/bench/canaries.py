@@ -72,8 +72,8 @@ def _audit(scene: Scene) -> OneRunAudit:
     def pipeline(included: Sequence[str]) -> Target:
         return _released(scene, known, tuple(included))
 
-    def embed(texts: Sequence[str]) -> NDArray[np.float64]:
-        return scene.pooled(Texts(tuple(texts), tuple(texts), ("",) * len(texts)))
+    def embed(texts: Sequence[str]) -> NDArray[np.float32]:
+        return scene.vectors(Texts(tuple(texts), tuple(texts), ("",) * len(texts)))
 
     delta = claim.delta if isinstance(claim, GaussianSums) else _DELTA
     by_unit = isinstance(claim, GaussianSums) and claim.unit != ROW

@@ -25,7 +25,8 @@ from attacks.figures import MIN_TRIALS, NO_CLAIM, UNBOUNDED, Figure, Ratio, at
 from attacks.inversion import asking
 from attacks.judgement import Book
 from attacks.membership import Target, Vectors
-from attacks.simulated import buckets
+from attacks.runs import Texts
+from attacks.simulated import buckets, enough_rows
 from attacks.token_scores import Overlap, bag, overlap
 from attacks.word_maps import Reader
 from securefl.release import GaussianSums, PayloadKind
@@ -72,13 +73,15 @@ class Exposed:
     """The centroids attacked, those of the fewest rows, and what only the scoring may see.
 
     target: all of the release; chosen: (q,) its centroids attacked. unit: whether vectors have length 1.
-    behind: token ids of the rows behind each of them; strangers: of as many control rows each.
+    known: as many auxiliary texts as a decoder learns from; auxiliary: their token ids. behind: those of the
+    rows behind each centroid attacked; strangers: of as many control rows each.
     """
 
     target: Target
     chosen: Ids
     unit: bool
     special: frozenset[int]
+    known: Texts
     auxiliary: list[Ids]
     behind: list[list[Ids]]
     strangers: list[list[Ids]]
@@ -90,6 +93,7 @@ class Exposed:
             self.chosen[list(kept)],
             self.unit,
             self.special,
+            self.known,
             self.auxiliary,
             [self.behind[i] for i in kept],
             [self.strangers[i] for i in kept],
@@ -98,28 +102,38 @@ class Exposed:
 
 def expose(scene: Scene, attack: int, most: int = MOST) -> Exposed:
     """Up to `most` centroids of a release. Raises NotEnough where there are none or too few tokens."""
-    check_truth(scene, scene.pooled(scene.rows), None)
+    check_truth(scene, scene.vectors(scene.rows), None)
     slm, target, rng = scene.slm, as_seen(scene, scene.release), scene.rng(attack)
     special = special_ids(slm)
-    own, known, others = (
-        token_ids(slm, part.texts) for part in (scene.rows, scene.auxiliary, scene.controls)
-    )
     order = [int(c) for c in np.argsort(target.sizes, kind="stable") if scene.groups[int(c)]][:most]
-    behind = [[own[row] for row in scene.groups[c]] for c in order]
-    strangers = [[others[i] for i in rng.permutation(len(others))[: len(rows)]] for rows in behind]
-    found = Exposed(target, np.array(order, np.int64), _unit(scene, known), special, known, behind, strangers)
+    known = scene.some_auxiliary(enough_rows(float(target.sizes[order].max(initial=1.0))))
+    behind = [token_ids(slm, scene.rows.take(scene.groups[c]).texts) for c in order]
+    # Of a large pool the ids of all control rows would be more than their vectors.
+    drawn = [rng.permutation(len(scene.controls))[: len(rows)].tolist() for rows in behind]
+    strangers = [token_ids(slm, scene.controls.take(rows).texts) for rows in drawn]
+    auxiliary = token_ids(slm, known.texts)
+    found = Exposed(
+        target,
+        np.array(order, np.int64),
+        _unit(scene, known, auxiliary),
+        special,
+        known,
+        auxiliary,
+        behind,
+        strangers,
+    )
     tokens = sum(int((~np.isin(ids, list(special))).sum()) for rows in behind for ids in rows)
     if tokens < MIN_TRIALS:
         raise NotEnough(f"{tokens} tokens are behind the centroids, at least {MIN_TRIALS} are needed")
     return found
 
 
-def _unit(scene: Scene, known: Sequence[Ids]) -> bool:
+def _unit(scene: Scene, known: Texts, tokens: Sequence[Ids]) -> bool:
     """Whether the release is of vectors of length 1; NotEnough where the encoder makes it of others."""
-    some = scene.auxiliary.take(range(min(4, len(scene.auxiliary))))
-    vectors = scene.pooled(some)
+    some = known.take(range(min(4, len(known))))
+    vectors = scene.vectors(some)
     for unit in (False, True):
-        made = asking(scene.slm, unit)(known[: len(some)])
+        made = asking(scene.slm, unit)(tokens[: len(some)])
         if np.abs(made - vectors).max() <= 1e-3 * np.abs(vectors).max():
             return unit
     raise NotEnough("what was averaged is neither what the encoder pools nor that at length 1")
@@ -144,7 +158,7 @@ def by_size(
 
     Sizes too large for the auxiliary rows drop out; NotEnough where all of them are.
     """
-    target, auxiliary = exposed.target, scene.pooled(scene.auxiliary)
+    target, auxiliary = exposed.target, scene.vectors(exposed.known)
     cells = membership.assign(auxiliary, target, auxiliary) if len(target.centroids) > 1 else None
     kept: dict[int, tuple[Ids, float, Ids]] = {}
     why: NotEnough | None = None

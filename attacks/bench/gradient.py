@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from attacks.adversary import GRADIENT, NotEnough
 from attacks.attack import Attack, Progress
 from attacks.dictionary import Ids, fit_prior, special_ids, token_ids, vocabulary_size
-from attacks.evidence import MIN_AUXILIARY, Evidence, label_ids
+from attacks.evidence import MIN_AUXILIARY, Evidence, label_ids, some_of
 from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Ratio, at
 from attacks.findings import Question
 from attacks.gradient_search import EFFORT, recover
@@ -32,6 +32,8 @@ from securefl.release import NonPrivate, PayloadKind, Release, check_tensors
 from securefl.training import batch_gradient
 
 NAME = "gradient inversion"
+# Auxiliary texts that the frequencies of tokens are counted in; of more the ids alone would fill the memory.
+_MOST_AUXILIARY = 2**15
 _EVERYTHING: tuple[Question, ...] = ("singling_out", "linkability", "inference")
 
 
@@ -107,7 +109,7 @@ def _attack(run: Run, evidence: Evidence, recorded: Recorded) -> _Read:
         raise NotEnough(f"{len(auxiliary)} auxiliary rows in the pool, at least {MIN_AUXILIARY} are needed")
     rng = np.random.default_rng([run.seed, 11, recorded.row.round, *recorded.silo.encode()])
     found = recover(slm, OneStep(release.tensors, {}), slm.max_length, rng, EFFORT)
-    known = token_ids(slm, auxiliary.texts)
+    known = token_ids(slm, some_of(auxiliary, _MOST_AUXILIARY, run.seed).texts)
     prior = fit_prior(known, slm.max_length, vocabulary_size(slm))
     usual = int(np.rint(np.mean([len(ids) for ids in known])))
     frequent = frequent_texts(prior, [usual] * len(batch))

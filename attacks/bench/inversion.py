@@ -32,7 +32,7 @@ def _attack(scene: Scene, book: Book) -> None:
     # It is about the rows, so it is measured whatever the attack comes to.
     _proposition_2(scene, book)
     exposed = expose(scene, 901)
-    slm, auxiliary = scene.slm, scene.pooled(scene.auxiliary)
+    slm, auxiliary = scene.slm, scene.vectors(exposed.known)
     measured: list[tuple[int, Reader, Relaxed, int]] = []
 
     def read(
@@ -75,7 +75,7 @@ def _proposition_2(scene: Scene, book: Book) -> None:
     try:
         outer, _ = embed(scene.slm, rows.texts, "embeddings")
         book.bounds.append(
-            proposition_2(f"{name} ({scene.where})", outer, scene.pooled(rows), scene.rng(905))
+            proposition_2(f"{name} ({scene.where})", outer, scene.vectors(rows), scene.rng(905))
         )
     except (ModelError, NotEnough) as why:
         book.skip(name, scene.recorded, str(why))

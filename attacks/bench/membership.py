@@ -71,16 +71,16 @@ def matched_controls(members: Texts, pool: Texts, rng: np.random.Generator) -> T
 
 def _attack(scene: Scene, book: Book) -> None:
     rng = scene.rng(1)
-    vectors = scene.pooled(scene.rows)
+    vectors = scene.vectors(scene.rows)
     check_truth(scene, vectors, None)
     predictions: NDArray[Any] = np.zeros((len(vectors), 0))
     if scene.evidence.source.config is not None:  # else the encoder at hand has no head that was trained
-        predictions = head_probabilities(scene.slm, vectors.astype(np.float32))
+        predictions = head_probabilities(scene.slm, vectors.copy())
     measure_proposition(scene, vectors, predictions, book)
     controls = matched_controls(scene.rows.take(scene.members), scene.controls, rng)
     target, auxiliary = as_seen(scene, scene.release), scene.vectors(scene.auxiliary)
     members = vectors[scene.members]
-    scores = membership.attack(target, auxiliary, members, scene.pooled(controls), rng)
+    scores = membership.attack(target, auxiliary, members, scene.vectors(controls), rng)
     game = Game(
         number=1,
         adversary=MEMBERSHIP,

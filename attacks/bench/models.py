@@ -18,11 +18,12 @@ from attacks.adversary import MODEL_MEMBERSHIP, NotEnough
 from attacks.attack import Attack, Progress
 from attacks.bench.membership import matched_controls
 from attacks.bounds import auc
-from attacks.evidence import MIN_AUXILIARY, Evidence, label_ids
+from attacks.evidence import MIN_AUXILIARY, Evidence, label_ids, some_of
 from attacks.figures import NO_CLAIM, Auc, Figure, Measure, Points, RateAt
 from attacks.judgement import Book
 from attacks.model_membership import Candidates, TradeOff, trade_off
 from attacks.runs import CENTROIDS, Run, Texts, open_recorded, open_release, pooled_vectors
+from attacks.vector_cache import VectorCache
 from securefl.models import Slm, base_fingerprint, load_slm
 from securefl.release import CLAIM, DpSgd, PayloadKind, Tensors
 
@@ -38,6 +39,9 @@ FPR = 0.001
 _CENTROIDS_TOO = "others trained on the silo's centroids too, which the claim of a model leaves out"
 # Rows of an average over many silos that are scored; the interval is narrow enough by then.
 _MOST_MEMBERS = 600
+# Auxiliary rows that shadows are trained on and that RMIA ranks a text among: a thousandth of them is 16, and
+# of 384 numbers each of some six copies is 48 MiB.
+_MOST_AUXILIARY = 2**14
 # Of the control, which is one number without an interval.
 _BLIND_SHADOWS = 8
 
@@ -139,13 +143,10 @@ class _Public:
     """The model that the run began with, and its vectors of texts that were asked for already."""
 
     slm: Slm
-    vectors: dict[str, NDArray[np.float32]]
+    cache: VectorCache
 
-    def pooled(self, texts: Texts) -> NDArray[np.float64]:
-        missing = [text for text in dict.fromkeys(texts.texts) if text not in self.vectors]
-        if missing:
-            self.vectors.update(zip(missing, pooled_vectors(self.slm, missing), strict=True))
-        return np.array([self.vectors[text] for text in texts.texts], np.float64)
+    def vectors(self, texts: Texts) -> NDArray[np.float32]:
+        return self.cache.take(texts.texts, lambda some: pooled_vectors(self.slm, some))
 
 
 def _loaded(run: Run, model: _Model) -> Slm:
@@ -167,10 +168,11 @@ def sorted_labels(run: Run) -> tuple[str, ...]:
 
 def _attack(run: Run, evidence: Evidence, model: _Model, known: dict[str, _Public]) -> list[Figure]:
     auxiliary, pool = evidence.halves
+    auxiliary = some_of(auxiliary, _MOST_AUXILIARY, run.seed)
     if len(auxiliary) < MIN_AUXILIARY:
         raise NotEnough(f"{len(auxiliary)} auxiliary rows in the pool, at least {MIN_AUXILIARY} are needed")
     if model.base not in known:
-        known[model.base] = _Public(_loaded(run, model), {})
+        known[model.base] = _Public(_loaded(run, model), VectorCache())
     public, trained = known[model.base], _loaded(run, model)
     trained.load_state(model.state)
     rng = np.random.default_rng([run.seed, 12, len(model.whose), model.round, *model.silo.encode()])
@@ -250,7 +252,7 @@ def _candidates(slm: Slm, public: _Public, texts: Texts, names: Mapping[str, int
     return Candidates(
         np.asarray(logits, np.float64),
         label_ids(texts, names),
-        public.pooled(texts),
+        np.asarray(public.vectors(texts), np.float64),
         np.asarray(vectors, np.float64),
     )
 

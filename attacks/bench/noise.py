@@ -135,11 +135,10 @@ def _made(
     )
 
 
-def _vectors(scene: Scene) -> tuple[NDArray[np.float64], NDArray[np.float32] | None]:
+def _vectors(scene: Scene) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
     if scene.release.kind is PayloadKind.CENTROIDS:
-        return scene.pooled(scene.rows), None
-    vectors, mask = embed(scene.slm, scene.rows.texts, "embeddings")
-    return vectors.astype(np.float64), mask
+        return scene.vectors(scene.rows), None
+    return embed(scene.slm, scene.rows.texts, "embeddings")
 
 
 ATTACK = Attack(3, NAME, NOISE, _missing, _run)

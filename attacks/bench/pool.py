@@ -39,7 +39,7 @@ _FAR = 4.0
 
 
 def _attack(scene: Scene, book: Book) -> None:
-    check_truth(scene, scene.pooled(scene.rows), None)
+    check_truth(scene, scene.vectors(scene.rows), None)
     # Identical texts would tie and share their weight, so each stands in the pool once.
     place = {text: i for i, text in enumerate(dict.fromkeys((*scene.rows.texts, *scene.controls.texts)))}
     texts = tuple(place)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attacks import attribute_probe, bag_probe, membership
 from attacks.adversary import ATTRIBUTE, BAG, NotEnough
 from attacks.attack import Attack, Progress, each_scene, lacks
 from attacks.bench.membership import as_seen
 from attacks.dictionary import Ids, special_ids, token_ids, vocabulary_size
-from attacks.evidence import Evidence, Scene, check_truth
+from attacks.evidence import Evidence, Scene, check_truth, label_ids
 from attacks.figures import MIN_TRIALS, NO_CLAIM, UNBOUNDED, Auc, Figure, Proportion, Ratio, at
 from attacks.judgement import Book
+from attacks.runs import Texts
+from attacks.simulated import enough_rows
 from attacks.token_scores import Overlap, overlap
 from securefl.release import Claim, GaussianSums, PayloadKind
 
@@ -24,7 +27,7 @@ _GROUPS = 2048
 _OF_GROUPS = "a claim bounds what one unit changes, and this is of a whole group"
 
 
-def _cells(target: membership.Target, auxiliary: membership.Vectors) -> Ids | None:
+def _cells(target: membership.Target, auxiliary: NDArray[np.float32]) -> Ids | None:
     """Where rows were clustered, a simulated group is to come from one cell too."""
     if len(target.centroids) < 2 or target.anywhere:
         return None
@@ -35,6 +38,11 @@ def _reason(claim: Claim, why: str) -> str:
     return why if isinstance(claim, GaussianSums) else NO_CLAIM
 
 
+def _known(scene: Scene, target: membership.Target) -> Texts:
+    """As much auxiliary text as a probe of the release's largest centroid learns from."""
+    return scene.some_auxiliary(enough_rows(float(target.sizes.max(initial=1.0))))
+
+
 def _strangers(scene: Scene, attack: int) -> list[list[int]]:
     """For each centroid as many control rows as are behind it: what the probe's guess is no guess at."""
     rng = scene.rng(attack)
@@ -42,20 +50,19 @@ def _strangers(scene: Scene, attack: int) -> list[list[int]]:
 
 
 def _bag(scene: Scene, book: Book) -> None:
-    check_truth(scene, scene.pooled(scene.rows), None)
-    slm, target, auxiliary = scene.slm, as_seen(scene, scene.release), scene.pooled(scene.auxiliary)
-    special = special_ids(slm)
-    own, known, strangers = (
-        token_ids(slm, part.texts) for part in (scene.rows, scene.auxiliary, scene.controls)
-    )
+    check_truth(scene, scene.vectors(scene.rows), None)
+    slm, target = scene.slm, as_seen(scene, scene.release)
+    known, special = _known(scene, target), special_ids(slm)
+    auxiliary = scene.vectors(known)
     found = bag_probe.read(
-        target, auxiliary, known, vocabulary_size(slm), special, scene.rng(5),
+        target, auxiliary, token_ids(slm, known.texts), vocabulary_size(slm), special, scene.rng(5),
         cells=_cells(target, auxiliary), groups=_GROUPS,
     )  # fmt: skip
-    truth = [bag_probe.token_set([own[row] for row in group], special) for group in scene.groups]
-    others = [
-        bag_probe.token_set([strangers[row] for row in group], special) for group in _strangers(scene, 501)
-    ]
+
+    def behind(part: Texts, groups: list[list[int]]) -> list[Ids]:
+        return [bag_probe.token_set(token_ids(slm, part.take(rows).texts), special) for rows in groups]
+
+    truth, others = behind(scene.rows, scene.groups), behind(scene.controls, _strangers(scene, 501))
 
     def compared(guesses: Sequence[Ids], against: Sequence[Ids], rare: bool) -> Overlap:
         only = found.is_rare if rare else None
@@ -137,8 +144,9 @@ def _attribute(scenes: list[Scene], book: Book) -> None:
     sides: dict[int, tuple[list[float], list[float]]] = {}
     blind: dict[int, tuple[list[float], list[float]]] = {}
     for scene in scenes:
-        target, auxiliary = as_seen(scene, scene.release), scene.pooled(scene.auxiliary)
-        labels = np.array([names[label] for label in scene.auxiliary.labels], np.int64)
+        target = as_seen(scene, scene.release)
+        known = _known(scene, target)
+        auxiliary, labels = scene.vectors(known), label_ids(known, names)
         found = attribute_probe.read(
             target, auxiliary, labels, scene.rng(13), cells=_cells(target, auxiliary), groups=_GROUPS
         )

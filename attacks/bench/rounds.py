@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attacks import membership, rounds
 from attacks.adversary import DIFFERENCE, ROUNDS, NotEnough
@@ -19,7 +20,7 @@ from attacks.bounds import auc, auc_interval, replace_one_mu
 from attacks.evidence import Evidence, Scene
 from attacks.figures import MIN_TRIALS, NO_CLAIM, at
 from attacks.judgement import Book
-from attacks.membership import Target, Vectors, clipped
+from attacks.membership import Target, clipped
 from attacks.runs import Texts
 from securefl.release import ROW, GaussianSums, PayloadKind
 
@@ -67,15 +68,16 @@ def _summed(scenes: list[Scene], book: Book) -> None:
     members = sorted({row for scene in scenes for row in scene.members})
     controls = matched_controls(last.rows.take(members), last.controls, last.rng(6))
     texts: Texts = last.rows.take(members)
-    seen = [
+    # One by one: each round's encoder has vectors of its own for the whole pool.
+    seen = (
         rounds.Round(
             as_seen(scene, scene.release),
-            scene.pooled(scene.auxiliary),
-            scene.pooled(texts),
-            scene.pooled(controls),
+            scene.vectors(scene.auxiliary),
+            scene.vectors(texts),
+            scene.vectors(controls),
         )
         for scene in scenes
-    ]
+    )
     scores = rounds.attack(seen, last.rng(601))
     claims = [scene.release.claim for scene in scenes]
     mu, reason = rounds.composed_mu(claims, "replace-one")
@@ -91,7 +93,8 @@ def _summed(scenes: list[Scene], book: Book) -> None:
         reason=reason if noised else NO_CLAIM,
         delta=noised[-1].delta if noised else 0.0,
     )
-    details = {"rounds": len(scenes), "rows": float(np.mean([one.target.sizes.mean() for one in seen]))}
+    sizes = [np.asarray(scene.release.tensors["sizes"], np.float64).mean() for scene in scenes]
+    details = {"rounds": len(scenes), "rows": float(np.mean(sizes))}
     book.figures += membership_figures(
         at(last.recorded, last.release.claim), game, scores, details, last.rng(602)
     )
@@ -103,7 +106,7 @@ def _left(scene: Scene, book: Book) -> None:
     claim = target.claim
     if isinstance(claim, GaussianSums) and claim.unit != ROW:
         raise NotEnough(f"the game is about one row, and the release's unit is {claim.unit}")
-    vectors, auxiliary = scene.pooled(scene.rows), scene.pooled(scene.auxiliary)
+    vectors, auxiliary = scene.vectors(scene.rows), scene.vectors(scene.auxiliary)
     leavers = [(c, row) for c, group in enumerate(scene.groups) if len(group) > 2 for row in group]
     if len(leavers) < MIN_TRIALS:
         raise NotEnough(
@@ -112,7 +115,7 @@ def _left(scene: Scene, book: Book) -> None:
     chosen = rng.permutation(len(leavers))[:_GAMES].tolist()
     rows = [leavers[i][1] for i in chosen]
     strangers = matched_controls(scene.rows.take(rows), scene.controls, rng)
-    others = scene.pooled(strangers)
+    others = scene.vectors(strangers)
     background = membership.fit_background(auxiliary, target)
     sides: dict[str, tuple[list[float], list[float]]] = {"left": ([], []), "stayed": ([], [])}
     for i in chosen:
@@ -145,11 +148,11 @@ def _left(scene: Scene, book: Book) -> None:
     book.figures += membership_figures(at(scene.recorded, claim), game, scores, details, scene.rng(604))
 
 
-def _without(target: Target, cell: int, row: Vectors, rng: np.random.Generator) -> Target:
+def _without(target: Target, cell: int, row: NDArray[np.float32], rng: np.random.Generator) -> Target:
     """The release of the next round, one row of a cell gone: new noise where there is a claim."""
     sums, sizes = target.centroids * target.sizes[:, None], target.sizes.copy()
     moved = np.zeros_like(sums)
-    moved[cell] = clipped(row[None], target.claim)[0]
+    moved[cell] = clipped(np.asarray(row[None], np.float64), target.claim)[0]
     gone = np.zeros(len(sizes))
     gone[cell] = 1
     if isinstance(target.claim, GaussianSums):

@@ -69,8 +69,8 @@ def _attack(scenes: list[Scene], book: Book) -> None:
     left = subtract(total, parts[0], claims, seeds)
     members = Texts.joined([scene.rows.take(scene.members) for scene in others])
     controls = matched_controls(members, own.controls, rng)
-    vectors = own.pooled(controls)
-    scores = subtraction.attack(left, own.pooled(own.auxiliary), own.pooled(members), vectors, rng)
+    auxiliary, vectors = own.vectors(own.auxiliary), own.vectors(controls)
+    scores = subtraction.attack(left, auxiliary, own.vectors(members), vectors, rng)
     claim = left.target.claim
     noised = isinstance(claim, GaussianSums)
     game = Game(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from attacks import assembly, dictionary, token_scores, tokens
-from attacks.adversary import TOKENS
+from attacks.adversary import TOKENS, Adversary
 from attacks.evidence import Scene
 from attacks.figures import MIN_TRIALS, NO_CLAIM, Figure, Proportion, Ratio, at
 from attacks.findings import Question
@@ -27,7 +27,9 @@ UNBOUNDED = "(epsilon, delta) bounds what one unit changes; most recovered token
 @dataclass(frozen=True, repr=False)
 class TokenScene:
     """One embedding-layer release ready for attack 2; truth and others, and the texts that they are of, are
-    for the scoring. rounds: how many releases of the same rows `target` is the average of."""
+    for the scoring. rounds: how many releases of the same rows `target` is the average of. off: how far the
+    rows are from the centroids under the table at hand (`moved_table.distances`, the most of them); 0 where
+    it is the table that made them."""
 
     scene: Scene
     rng: np.random.Generator
@@ -37,6 +39,7 @@ class TokenScene:
     texts: list[list[dictionary.Ids]]
     strangers: list[list[dictionary.Ids]]
     rounds: int = 1
+    off: float = 0.0
 
 
 def text_figures(
@@ -106,11 +109,16 @@ def token_figures(
     special: frozenset[int],
     rng: np.random.Generator,
     rounds: int = 1,
+    *,
+    attack: str = NAME,
+    adversary: Adversary = TOKENS,
+    **told: float,
 ) -> list[Figure]:
     """The figures of attack 2: recall of each centroid, F1 and recall of rare tokens over all of them.
 
     truth, others: [centroid][position] tokens of the rows behind it, and of as many rows that are nobody's.
-    rounds: how many releases of the same rows `target` is the average of.
+    rounds: how many releases of the same rows `target` is the average of. attack, adversary: of the setting.
+    told: details of figures over all centroids.
     """
     counts = tokens.expected_counts(target, prior)
     guesses = tokens.guesses(prior, counts)
@@ -131,9 +139,9 @@ def token_figures(
         hits, totals = (2 * found.hits, found.true + found.guessed) if f1 else (found.hits, found.true)
         figures.append(
             Figure(
-                attack=NAME,
+                attack=attack,
                 number=2,
-                adversary=TOKENS,
+                adversary=adversary,
                 target=_over(name, rounds),
                 metric=metric,
                 measure=Ratio(hits, totals, int(found.true.sum()), seed),
@@ -172,10 +180,11 @@ def token_figures(
     name, rows = f"{len(truth)} embedding-layer centroids", float(target.sizes.mean())
     stranger = token_scores.overlap(recovered.tokens, others, special)
     bag_recall = bags.recall
-    figure("token_f1", name, every, guess.f1, stranger, rows=rows, recall=every.recall, bag_recall=bag_recall)
+    figure("token_f1", name, every, guess.f1, stranger, rows=rows, recall=every.recall, bag_recall=bag_recall,
+           **told)  # fmt: skip
     rare = token_scores.overlap(recovered.tokens, truth, special, only=prior.counts == 0)
     if rare.true.sum() >= MIN_TRIALS:
         # No auxiliary text has these tokens, so a frequency prior never guesses one.
         stranger = token_scores.overlap(recovered.tokens, others, special, only=prior.counts == 0)
-        figure("rare_token_recall", name, rare, 0.0, stranger, rows=rows)
+        figure("rare_token_recall", name, rare, 0.0, stranger, rows=rows, **told)
     return figures

@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from attacks import assembly, dictionary, membership, token_rounds, token_scores, tokens
+from attacks import assembly, dictionary, membership, moved_table, token_rounds, token_scores, tokens
 from attacks.adversary import TOKENS, NotEnough
 from attacks.attack import Attack, Progress, lacks
-from attacks.bench import token_settings
+from attacks.bench import token_settings, token_weights
 from attacks.bench.membership import measure_proposition
 from attacks.bench.token_figures import FEW, NAME, TokenScene, text_figures, token_figures
 from attacks.evidence import Evidence, Scene, check_truth
 from attacks.figures import MIN_TRIALS
 from attacks.judgement import Book
-from securefl.errors import ModelError
+from securefl.errors import ModelError, ProtocolError
 from securefl.models import Slm, load_llm
-from securefl.release import PayloadKind, canonical_json
+from securefl.release import NonPrivate, PayloadKind, canonical_json
 from securefl.training import embed, probabilities
 
 _LANGUAGE_MODEL = "builtin:smollm2"
@@ -51,7 +52,7 @@ def _prepare(scene: Scene, book: Book) -> TokenScene:
     slm, release = scene.slm, scene.release
     vectors, mask = embed(slm, scene.rows.texts, "embeddings")
     membership.check_vectors(vectors[mask > 0], "the embedding layer")
-    check_truth(scene, vectors, mask)
+    exact = _exact(scene, vectors, mask)
     measure_proposition(scene, vectors, probabilities(slm, scene.rows.texts), book)
     centroids, there, sizes = (
         np.asarray(release.tensors[name], np.float32) for name in ("centroids", "mask", "sizes")
@@ -69,7 +70,33 @@ def _prepare(scene: Scene, book: Book) -> TokenScene:
     rng = scene.rng(2)
     strangers = [[known[row] for row in rng.permutation(len(known))[: len(group)]] for group in scene.groups]
     others = [token_scores.by_position(group, positions) for group in strangers]
-    return TokenScene(scene, rng, target, truth, others, texts, strangers)
+    off = 0.0
+    if not exact:
+        off = float(moved_table.distances(slm, target, truth, others).max())
+        if off > moved_table.NEAR:
+            check_truth(scene, vectors, mask)
+    return TokenScene(scene, rng, target, truth, others, texts, strangers, off=off)
+
+
+def _exact(scene: Scene, vectors: NDArray[np.float32], mask: NDArray[np.float32]) -> bool:
+    """Whether the release is what the truth says, under this encoder.
+
+    False where the table of another one, trained from this one's, may have made it, as an institution's may.
+    Raises ProtocolError where it cannot.
+    """
+    if token_weights.of_rows(scene):
+        token_weights.check_weighted(scene, vectors, mask)
+        return True
+    tensors, claim = scene.release.tensors, scene.release.claim
+    try:
+        check_truth(scene, vectors, mask)
+    except ProtocolError:
+        same = tensors["centroids"].shape[1:] == vectors.shape[1:]
+        same &= [len(group) for group in scene.groups] == tensors["sizes"].tolist()
+        if scene.evidence.run is None and isinstance(claim, NonPrivate) and same:
+            return False
+        raise
+    return True
 
 
 def _averages(ready: list[TokenScene]) -> list[TokenScene]:
@@ -137,20 +164,41 @@ def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
             say((number + share) / all_, "reading tokens back")
 
         recovered = tokens.recover(slm, together, prior, auxiliary.texts, tell)
+        silos = [one for one in group if one.scene.recorded.row.round == max(last.values())]
+        if not any(one.target.private or one.off for one in silos):
+            book.figures += token_weights.averaged(silos, prior, auxiliary.texts)
         start = 0
         for one in group:
             part = recovered.part(start, start + len(one.truth))
             start += len(one.truth)
             special = dictionary.special_ids(slm)
+            attack, adversary = NAME, TOKENS
+            details: dict[str, float] = {}
+            if token_weights.of_rows(one.scene):
+                try:
+                    book.figures += token_weights.by_weight(one, part, prior, auxiliary.texts)
+                except NotEnough as why:
+                    book.skip(token_weights.WEIGHTS, one.scene.recorded, str(why))
+                continue
+            if one.off:
+                attack, adversary = token_settings.TABLE, token_settings.PUBLIC
+                book.figures += token_settings.as_it_is(one, part, prior)
+                try:
+                    found = moved_table.recover_moved(slm, one.target, prior, auxiliary.texts)
+                except NotEnough as why:
+                    book.skip(attack, one.scene.recorded, str(why))
+                    continue
+                part, details = found.recovered, token_settings.moved_by(one, found)
             figures = token_figures(
                 one.scene.recorded, one.target, prior, part, one.truth, one.others, special, one.rng,
-                one.rounds,
+                one.rounds, attack=attack, adversary=adversary, **details,
             )  # fmt: skip
             whole, texts = text_figures(one, part, score, model if one is modelled else None)
             if not whole:  # too few texts for a figure of their own
                 figures = [replace(f, texts=texts) if f.metric == "token_f1" else f for f in figures]
             book.figures += [*figures, *whole]
-            if one.scene.recorded.row.round == last[one.scene.recorded.silo]:
+            # Sizes are found by what adds up to the last digit, which a table that moved does not.
+            if one.scene.recorded.row.round == last[one.scene.recorded.silo] and not one.off:
                 book.figures += token_settings.sizes_withheld(one, prior, auxiliary.texts)
             if _moves(one) and one.rounds == 1:
                 try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from attacks import bench
 from attacks.audit import audit
@@ -14,9 +16,10 @@ from attacks.evidence import Evidence
 from attacks.figures import Figure
 from attacks.judgement import Book
 from attacks.model_membership import trade_off
-from attacks.runs import Run
+from attacks.runs import Run, pooled_vectors
 from securefl.config import parse_config
 from securefl.data import load_corpus
+from securefl.models import Slm
 from securefl.release import CLAIM, DpSgd
 from securefl.simulation import Simulation
 from tests import tiny
@@ -72,6 +75,24 @@ def test_an_overfit_model_tells_its_rows_and_the_first_model_does_not(overfit: R
         assert all(value is not None and 0.35 < value < 0.65 for value in blind)
     assert all(f.cap is None and "no differential privacy" in str(f.cap_reason) for f in figures)
     assert {f.metric for f in figures} == {"auc", "tpr_at_0.1_percent_fpr"}
+
+
+def test_of_a_large_pool_a_part_is_embedded(overfit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each model once, and by the one that the run began with once in all; the rows are still found."""
+    asked: list[list[str]] = []
+
+    def counted(slm: Slm, texts: Sequence[str]) -> NDArray[np.float32]:
+        asked.append(list(texts))
+        return pooled_vectors(slm, texts)
+
+    monkeypatch.setattr(bench.models, "pooled_vectors", counted)
+    monkeypatch.setattr(bench.models, "_MOST_AUXILIARY", 100)
+    figures, _ = attacked(overfit)
+    auxiliary = set(Evidence(overfit).halves[0].texts)
+    assert len(auxiliary) > 150
+    assert {len(auxiliary & set(texts)) for texts in asked} == {0, 100}
+    assert sum(len(auxiliary & set(texts)) for texts in asked) == 4 * 100
+    assert max(f.measure.value for f in figures if f.metric == "auc" and f.silo == "silo-1") > 0.8
 
 
 def test_dp_sgd_has_the_cap_of_all_its_rounds(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attacks.bench import token_figures, token_settings, tokens
+from attacks.bench import token_figures, token_settings, token_weights, tokens
 from attacks.evidence import Evidence
 from attacks.figures import Figure, Proportion
 from attacks.judgement import Book
@@ -43,7 +43,15 @@ def found(slm: Slm, folder: Path, recipe: Recipe) -> list[Figure]:
 
 def test_texts_of_exact_clusters_are_put_together(slm: Slm, tmp_path: Path) -> None:
     recipe = Recipe(layer="embeddings", clusters=6, random_groups=True)
-    figures = [f for f in found(slm, tmp_path, recipe) if f.metric == "exact_texts"]
+    every = found(slm, tmp_path, recipe)
+    (average,) = [f for f in every if f.attack == token_weights.AVERAGED]
+    # Ten rows of two silos in each, equal in number, so that nothing but ends of texts tells the silos apart.
+    assert average.details["rows"] == 10
+    assert average.measure.value > 0.9
+    assert average.control is not None
+    assert average.control < 0.1
+    assert average.verdict(0.05) == "leaks"
+    figures = [f for f in every if f.metric == "exact_texts"]
     assert [(f.silo, f.round) for f in figures] == [("silo-1", 2), ("silo-2", 2)]
     for f in figures:
         assert isinstance(f.measure, Proportion)
@@ -62,7 +70,8 @@ def test_texts_of_exact_clusters_are_put_together(slm: Slm, tmp_path: Path) -> N
 
 def test_clusters_of_many_texts_are_left_out(slm: Slm, tmp_path: Path) -> None:
     recipe = Recipe(layer="embeddings", clusters=1, random_groups=True)
-    assert not [f for f in found(slm, tmp_path, recipe) if f.metric == "exact_texts"]
+    every = found(slm, tmp_path, recipe)
+    assert not [f for f in every if f.metric == "exact_texts" or f.attack == token_weights.AVERAGED]
 
 
 def test_noised_rounds_of_the_same_rows_are_averaged(slm: Slm, tmp_path: Path) -> None:
@@ -70,6 +79,8 @@ def test_noised_rounds_of_the_same_rows_are_averaged(slm: Slm, tmp_path: Path) -
     every = [f for f in found(slm, tmp_path, recipe) if f.metric == "token_f1" and f.silo == "silo-1"]
     figures = [f for f in every if f.attack == token_figures.NAME]
     together = [f for f in figures if "average of" in f.target]
+    # Of noised silos no average is played.
+    assert not [f for f in every if f.attack == token_weights.AVERAGED]
     assert len(figures) == 5
     assert len(together) == 1
     # A cluster may be withheld in one round: then its rows are not the same.
@@ -87,11 +98,14 @@ def test_a_trained_table_is_read_by_who_has_only_the_public_one(slm: Slm, tmp_pa
     figures = found(trained, tmp_path, recipe)
     public = [f for f in figures if f.attack == token_settings.TABLE]
     assert len(public) == 2
+    as_it_is = {f.silo: f.measure.value for f in figures if f.attack == token_settings.AS_IT_IS}
     known = {f.silo: f for f in figures if f.attack == token_figures.NAME and f.metric == "token_f1"}
     for f in public:
         assert f.adversary.role == "outsider"
         assert f.baseline + 0.2 < f.measure.value <= known[f.silo].measure.value == 1.0
-        assert f.measure.value >= f.details["f1_without_correcting_the_table"] - 0.02
+        assert f.measure.value >= as_it_is[f.silo] - 0.02
+        assert f.control is not None
+        assert f.control < f.measure.value
     # Where the table is the public one there is nothing to correct.
     plain = found(slm, tmp_path / "plain", Recipe(layer="embeddings", clusters=6, random_groups=True))
     assert not [f for f in plain if f.attack == token_settings.TABLE]

@@ -1,4 +1,4 @@
-"""The covariance from chunks is scikit-learn's from one piece."""
+"""Covariances from chunks are scikit-learn's and NumPy's from one piece."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.covariance import LedoitWolf
 
-from attacks.covariance import ledoit_wolf
+from attacks.covariance import ledoit_wolf, sample_covariance
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,20 @@ def test_what_has_no_direction_to_shrink_is_left() -> None:
     assert (none.tolist(), shrinkage) == ([[0.0, 0.0], [0.0, 0.0]], 0.0)
     with pytest.raises(ValueError, match="no row"):
         ledoit_wolf([], np.zeros(2))
+
+
+@pytest.mark.parametrize(("count", "width", "offset"), [(500, 20, 0.0), (300, 7, 1e6), (3, 5, 1.0)])
+def test_a_plain_one_is_numpys(count: int, width: int, offset: float) -> None:
+    rng = np.random.default_rng(count)
+    rows = rng.standard_normal((count, width)) @ rng.standard_normal((width, width)) + offset
+    expected = np.cov((rows - offset).T)
+    for size in (1, 7, 64, count):
+        mean, found = sample_covariance(rows[start : start + size] for start in range(0, count, size))
+        np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-12)
+        np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-7 * expected.max())
+
+
+def test_one_row_has_no_covariance() -> None:
+    for rows in (np.zeros((0, 2)), np.ones((1, 2))):
+        with pytest.raises(ValueError, match="no covariance of"):
+            sample_covariance([rows] if len(rows) else [])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -273,3 +277,28 @@ def test_bad_input_is_refused() -> None:
             rounds.attack([one, Round(two.target, two.auxiliary, broken, two.controls)], rng)
     with pytest.raises(SecureflError, match="would mean nothing"):
         rounds.difference(one.target, one.target, one.auxiliary, np.full((1, WIDTH), np.inf))
+
+
+def test_rounds_are_read_one_by_one_from_the_disk(tmp_path: Path) -> None:
+    """Of vectors in float32, mapped and gone before the next round is asked for, as of float64 in memory."""
+    played = game(3, claim(0.6), np.random.default_rng(2))
+    expected = rounds.attack(
+        [replace(one, auxiliary=one.auxiliary.astype(np.float32).astype(np.float64)) for one in played],
+        np.random.default_rng(3),
+    )
+    alive: list[weakref.ref[Round]] = []
+
+    def mapped() -> Iterator[Round]:
+        for number, one in enumerate(played):
+            assert not any(before() for before in alive)
+            path = tmp_path / f"{number}.f32"
+            one.auxiliary.astype(np.float32).tofile(path)
+            read = replace(one, auxiliary=np.memmap(path, np.float32, "r", shape=one.auxiliary.shape))
+            alive.append(weakref.ref(read))
+            yield read
+            del read
+
+    found = rounds.attack(mapped(), np.random.default_rng(3))
+    assert len(alive) == 3
+    for mine, theirs in zip((*found.ratio, *found.dot), (*expected.ratio, *expected.dot), strict=True):
+        assert np.array_equal(mine, theirs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from attacks import bounds, membership, subtraction
 from attacks.adversary import NotEnough
@@ -227,3 +229,39 @@ def test_broken_arrays_are_refused() -> None:
             subtraction.attack(left, rows(100, rng), broken, rows(20, rng), rng)
     with pytest.raises(NotEnough, match="auxiliary"):
         subtraction.attack(left, rows(1, rng), rows(3, rng), rows(3, rng), rng)
+
+
+def test_a_large_background_of_some_clusters_is_a_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of clusters some of which are not left so many rows are copied, and the scores hardly move."""
+    rng = np.random.default_rng(17)
+    seeds = np.stack([np.full(WIDTH, 4.0), np.full(WIDTH, -4.0)])
+    members, controls = rows(6, rng) + 4, rows(12, rng) + 4
+    own = Part(np.stack([rows(3, rng).sum(0), rows(3, rng).sum(0)]), np.array([3.0, 3.0]))
+    whole = Part(own.sums + np.stack([members.sum(0), np.zeros(WIDTH)]), own.counts + np.array([6.0, 0.0]))
+    left = subtraction.subtract(whole, own, [PLAIN], seeds)
+    assert left.kept.tolist() == [0]
+    path = tmp_path / "auxiliary.f32"
+    np.concatenate([rows(3000, rng) + 4, rows(3000, rng) - 4]).astype(np.float32).tofile(path)
+    auxiliary = np.memmap(path, np.float32, "r", shape=(6000, WIDTH))
+    given: list[int] = []
+    fit = membership.fit_background
+
+    def counted(found: NDArray[np.floating], target: Target) -> membership.Background:
+        given.append(len(found))
+        return fit(found, target)
+
+    monkeypatch.setattr(membership, "fit_background", counted)
+    every = subtraction.attack(left, auxiliary, members, controls, np.random.default_rng(1))
+    monkeypatch.setattr(subtraction, "_MOST_COPIED", 2000)
+    part = subtraction.attack(left, auxiliary, members, controls, np.random.default_rng(1))
+    assert given == [3000, 2000]
+    # The reference has the rows of the cluster in float64 and nothing else.
+    near = np.asarray(auxiliary[:3000], np.float64)
+    direct = Target(members.mean(0)[None], np.array([6.0]), PLAIN)
+    expected = membership.attack(direct, near, members, controls, np.random.default_rng(1))
+    for mine, theirs in zip(every.ratio, expected.ratio, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    for mine, theirs in zip(part.ratio, expected.ratio, strict=True):
+        assert np.corrcoef(mine, theirs)[0, 1] > 0.99
