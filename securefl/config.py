@@ -1,7 +1,8 @@
 """The TOML file as pydantic models: the one list of keys, each with its default and its meaning.
 
-Unknown keys are errors. What a later version will offer and this one does not is refused by name
-(`NotAvailable`), never replaced by something weaker. This room reads one file and touches nothing else.
+The larger sections have rooms of their own: `data_terms`, `privacy_terms`, `protection_terms` and
+`crosslm_terms`. Unknown keys are errors. What a later version will offer and this one does not is refused by
+name (`NotAvailable`), never replaced by something weaker. This room reads one file and touches nothing else.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from securefl.crosslm_terms import CrossLm
+from securefl.data_terms import Data
 from securefl.errors import ConfigError, NotAvailable, UsageError
 from securefl.files import read_limited
 from securefl.messages import NAME, RUN, Step
 from securefl.privacy_terms import (
     EPSILONS,
-    MOST_ROWS,
     CentroidPrivacy,
     DpSgdPrivacy,
     MetricPrivacy,
@@ -28,7 +29,7 @@ from securefl.privacy_terms import (
     Privacy,
     Section,
 )
-from securefl.release import ROW, UNIT
+from securefl.protection_terms import MASKED_ONLY, SUMS_ONLY, Protection
 
 METHODS = ("standalone", "fedavg", "fedprox", "fedsgd", "fedkc", "crosslm", "datafree-kd")
 # Methods of one global model, made from the mean of what the silos send.
@@ -73,99 +74,6 @@ class Federation(Section):
         description="How fast silos of a simulation train, unset 1: `{ silo-1 = 2.0 }`; decides in which "
         "order their models come to the language model of `crosslm` and `datafree-kd`.",
     )
-
-
-class DirichletSplit(Section):
-    by: Literal["dirichlet"] = "dirichlet"
-    silos: int = Field(4, ge=2, le=256, description="How many silos.")
-    alpha: float = Field(0.3, ge=1e-6, le=1e6, description="Concentration: small means skewed labels.")
-    min_rows: int = Field(
-        16, ge=2, le=MOST_ROWS, description="Every silo gets at least this many rows, or it is an error."
-    )
-    rows: int | None = Field(
-        None,
-        ge=2,
-        le=MOST_ROWS,
-        description="Rows of every silo, so that only labels are skewed; unset: sizes are skewed too.",
-    )
-
-    @model_validator(mode="after")
-    def _rows_reach_the_least(self) -> DirichletSplit:
-        if self.rows is not None and self.rows < self.min_rows:
-            raise ValueError(f"rows is {self.rows}, below min_rows = {self.min_rows}; lower min_rows")
-        return self
-
-
-class ColumnSplit(Section):
-    by: Literal["column"]
-    column: str = Field(description="One silo for every value of this column.")
-    min_rows: int = Field(
-        16, ge=2, le=MOST_ROWS, description="Every silo has at least this many rows, or it is an error."
-    )
-
-
-class Data(Section):
-    train: str = Field(
-        description="CSV, TSV, JSONL or Parquet file, or builtin:bbc-news, builtin:imdb, "
-        "builtin:rotten-tomatoes."
-    )
-    test: str | None = Field(
-        None, description="The same for the test rows, which no silo trains on; required but for a client."
-    )
-    labels: tuple[str, ...] | None = Field(
-        None,
-        min_length=2,
-        max_length=4096,
-        strict=False,
-        description="All labels of the federation, sorted; required for a client, whose rows may lack some.",
-    )
-    text: str = Field("text", description="Column with the text.")
-    label: str = Field("label", description="Column with the label.")
-    train_rows: int | None = Field(
-        None, ge=4, le=MOST_ROWS, description="Use this many rows, drawn by the seed."
-    )
-    test_rows: int | None = Field(
-        None, ge=1, le=MOST_ROWS, description="Use this many test rows, drawn by the seed."
-    )
-    pool_rows: int = Field(
-        1000,
-        ge=0,
-        le=MOST_ROWS,
-        description="Rows of no silo kept for the audit: auxiliary text and controls, at most.",
-    )
-    unit: str | None = Field(
-        None,
-        pattern=UNIT,
-        description="Column that says whose rows belong together (`patient_id`): privacy is then each of "
-        "theirs in a silo, all rows at once; a split but by column leaves them in one. Compared letter by "
-        "letter. Unset: a row.",
-    )
-    per_unit: int = Field(
-        16, ge=1, le=4096, description="Rows of one unit that DP-SGD trains on in a step, at most."
-    )
-    validation: float = Field(0.2, ge=0.05, le=0.5, description="Share of a silo's rows kept from training.")
-    split: Annotated[DirichletSplit | ColumnSplit, Field(discriminator="by")] = Field(
-        DirichletSplit(), description="How the training rows are spread over the silos."
-    )
-
-    @property
-    def unit_name(self) -> str:
-        """What a claim names as the unit of privacy."""
-        return self.unit or ROW
-
-    @field_validator("unit")
-    @classmethod
-    def _not_a_row(cls, unit: str | None) -> str | None:
-        if unit in (ROW, "silo"):
-            raise ValueError(f'"{unit}" means something else in a claim; rename the column')
-        return unit
-
-    @field_validator("labels")
-    @classmethod
-    def _in_order(cls, labels: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if labels is not None and list(labels) != sorted(set(labels)):
-            raise ValueError("must be sorted, and each once: every silo's model has them in this order")
-        return labels
 
 
 class Lora(Section):
@@ -232,55 +140,7 @@ class Slm(Section):
         return self.learning_rate or encoder, self.head_learning_rate or head
 
 
-_MASKED_ONLY = ("threshold", "degree", "bits", "patience")
-_SUMS_ONLY = (*_MASKED_ONLY, "clip", "max_rows", "post_quantum")
 _TRAINED_ONLY = ("epochs", "round_epochs", "head_learning_rate")
-
-
-class Protection(Section):
-    models: Literal["masked", "ckks", "sealed"] | None = Field(
-        None,
-        description="`masked`: only the sum of the silos' models becomes known; `ckks`: only to the silos; "
-        "`sealed`: the server reads each. Unset: `masked` where models are averaged, else `sealed`.",
-    )
-    threshold: int | None = Field(
-        None,
-        ge=2,
-        le=256,
-        description="Fewest silos whose masked sum may become known; unset: more than two thirds of them.",
-    )
-    degree: int | None = Field(
-        None,
-        ge=2,
-        le=256,
-        description="Silos that each masks with: an even number, or all others. Unset: all up to 64 silos, "
-        "above as many as withstand a third of colluders and a tenth of drop-outs.",
-    )
-    clip: float | None = Field(
-        None,
-        ge=1e-6,
-        le=1e6,
-        description="Largest magnitude of a value that is summed. Masked: of a round's change of a weight, "
-        "larger ones are cut off (unset: 4). CKKS: of a weight, larger ones are refused (unset: 64).",
-    )
-    bits: int = Field(32, ge=16, le=32, description="Of a masked value; fewer are shorter and coarser.")
-    max_rows: int = Field(
-        65_536,
-        ge=1,
-        le=MOST_ROWS,
-        description="Most rows that a silo may have where its row count is a hidden weight; nearer to the "
-        "truth, the finer the sum.",
-    )
-    patience: int = Field(
-        86_400,
-        ge=1,
-        le=10**8,
-        description="Seconds for which a silo waits for the next step of a masked round; then it forgets it.",
-    )
-    post_quantum: bool = Field(
-        False, description="CKKS parameters within the post-quantum 128-bit bound, with less room for sums."
-    )
-    centroids: Literal["peer", "sealed"] = Field("peer", description="`peer`: sealed to each other silo.")
 
 
 class FedKc(Section):
@@ -478,7 +338,7 @@ def _refuse_contradictions(config: Config, name: str) -> None:
 def _refuse_idle(config: Config, name: str) -> None:
     """Refuse a setting that the chosen protection or method does not look at."""
     models = config.protection.models
-    idle = {"sealed": _SUMS_ONLY, "ckks": _MASKED_ONLY}.get(models or "", ())
+    idle = {"sealed": SUMS_ONLY, "ckks": MASKED_ONLY}.get(models or "", ())
     for key in sorted(config.protection.model_fields_set.intersection(idle)):
         raise ConfigError(f"{name}: protection.{key}: has no effect where models are {models}; leave it out")
     unread = _TRAINED_ONLY if config.sends_gradients else ()

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from securefl._builtin import PREFIX, in_test_part, load_builtin, normalise, unique
 from securefl._tables import Table, read_table, shown
-from securefl.config import ColumnSplit, Config, Data, DirichletSplit, parse_config
+from securefl.config import Config, parse_config
+from securefl.data_terms import ColumnSplit, Data, DirichletSplit
 from securefl.errors import ConfigError, DataError
 from securefl.messages import NAME
 

@@ -22,35 +22,31 @@ from numpy.typing import NDArray
 
 from securefl.agreement import check_cohort
 from securefl.client import ORDER, Client
-from securefl.config import ARRIVING, AVERAGING, Config
+from securefl.config import ARRIVING, Config
 from securefl.crosslm_worker import CrossLmWorker
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus
 from securefl.dp_terms import run_claim
-from securefl.errors import Refused, SecureflError, TooFewSilos
 from securefl.feasibility import refuse_impossible
 from securefl.ledger import Ledger
 from securefl.local import SiloData, derive_seed
-from securefl.messages import Dropped, Step
+from securefl.messages import Step
 from securefl.methods.averaging import sgd_step
 from securefl.model_card import model_card
 from securefl.models import Slm
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, ledger_facts, link_duplicates
-from securefl.release import DpSgd, encode_release
 from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, versions
 from securefl.scoring import paired_difference, wilson
-from securefl.server import Server
 from securefl.simulated_lanes import (
     ARRIVAL_UNITS,
     EVALUATION_UNITS,
-    Blame,
     LaneRun,
     check_speeds,
     load_worker,
-    note_silence,
 )
 from securefl.simulated_policy import simulated_policy
+from securefl.simulated_rounds import RoundRun
 from securefl.training import batch_gradient, first_batch
 from securefl.transport.memory import Meddler, MemoryTransport
 from securefl.workbench import TrainingMemo, Workbench
@@ -111,7 +107,6 @@ class Simulation:
     def __post_init__(self) -> None:
         self.out = Path(self.out)
         self.clients: dict[str, Client] = {}
-        self._noted: dict[int, set[str]] = {}
         self.folder = RunFolder(self.out, self.resume)
         refuse_impossible(self.config, self.corpus)
         check_speeds(self.config, self.corpus)
@@ -219,17 +214,19 @@ class Simulation:
             )
             rounds, server_row = lanes.play()
         else:
-            server = Server(
-                identity=identity,
-                roster={name: client.identity.card for name, client in self.clients.items()},
-                run=run,
+            federated = RoundRun(
                 config=self.config,
-                clock=time.time,
-                shapes={name: client.slm.shapes() for name, client in self.clients.items()},
-                model=next(iter(self.clients.values())).slm.state(),
+                corpus=self.corpus,
+                workbench=self.workbench,
+                clients=self.clients,
+                identity=identity,
+                run=run,
+                transport=transport,
+                folder=self.folder,
+                silent=self._silent,
+                progress=self.progress,
             )
-            rounds, server_row = self._federate(server, transport)
-            sums = self._sum_rows(server)
+            rounds, server_row, sums = federated.play()
         result = self._result(run, rounds, server_row, baseline, transport, started)
         result = result.model_copy(update={"sums": sums})
         self._write_models(result)
@@ -280,117 +277,15 @@ class Simulation:
                 client.train(client.slm, client.data.train, self.config, epochs, seed, noise)
                 self.progress(epochs, f"{name} trains alone by DP-SGD, round {number}")
 
-    def _federate(self, server: Server, transport: MemoryTransport) -> tuple[list[RoundRow], ServerRow]:
-        rounds: list[RoundRow] = []
-        while not server.finished:
-            number, began, dropped = server.round, time.monotonic(), len(server.dropped)
-            up, down = sum(transport.bytes_up.values()), transport.bytes_down
-            if self._server_reads:
-                self.folder.global_model(number, server.model, *self._base(), self._so_far(number - 1))
-            while not server.finished and server.round == number:
-                self._step(server, transport)
-            refusals = server.dropped[dropped:] + self._ignored_peers()
-            rounds.append(
-                RoundRow(
-                    round=number,
-                    seconds=round(time.monotonic() - began, 3),
-                    bytes_up=sum(transport.bytes_up.values()) - up,
-                    bytes_down=transport.bytes_down - down,
-                    dropped=sorted({entry.name for entry in refusals}),
-                    refusals=refusals,
-                )
-            )
-        if self.config.protection.models == "ckks":
-            return rounds, ServerRow()  # only silos can open the sum
-        self.folder.global_model(len(rounds) + 1, server.model, *self._base(), self._so_far(len(rounds)))
-        slm, _ = self.workbench.slm(self.config.slm.models[0], self.corpus.labels, self.config)
-        slm.load_state(server.model)
-        right = self.workbench.answers(slm, self.corpus.test)
-        return rounds, ServerRow(test_accuracy=float(right.mean()))
-
-    def _ignored_peers(self) -> list[Dropped]:
-        """Peers whose centroids some silo could not use in this round, each once."""
-        found: dict[str, Dropped] = {}
-        for client in self.clients.values():
-            for entry in client.ignored:
-                found.setdefault(entry.name, entry)
-            client.ignored.clear()
-        return list(found.values())
-
-    @property
-    def _server_reads(self) -> bool:
-        """Whether the server has a global model that it can read."""
-        return self.config.federation.method in AVERAGING and self.config.protection.models != "ckks"
+    # --- the result
 
     @property
     def _training(self) -> dict[str, Any] | None:
-        claim = self._so_far(self.config.federation.rounds)
+        """The claim on what was made of all the run's trainings, for each silo alike."""
+        claim = run_claim(
+            self.config, self.config.federation.rounds, noise_source(self.config.federation.seed)
+        )
         return None if claim is None else claim.model_dump(mode="json")
-
-    def _so_far(self, rounds: int) -> DpSgd | None:
-        """The claim on what was made of so many rounds' trainings, for each silo alike."""
-        return run_claim(self.config, rounds, noise_source(self.config.federation.seed))
-
-    def _base(self) -> tuple[str, tuple[str, ...]]:
-        return self.config.slm.models[0], self.corpus.labels
-
-    def _step(self, server: Server, transport: MemoryTransport) -> None:
-        step, number = server.step, server.round
-        blame = Blame(self.clients)
-        for name, plan in server.outgoing().items():
-            try:
-                if self._silent(name, number, step):
-                    self._note_silence(server, name)
-                else:
-                    server.receive(transport.request(name, plan))
-            except Refused:
-                raise
-            except SecureflError as error:
-                server.drop(name, error)
-                blame.failures.append(error)
-            units = float(self.config.round_epochs(number)) if step in (Step.SHARE, Step.TRAIN) else 0.0
-            self.progress(units, f"round {number}, {step.value}: {name}")
-        try:
-            server.close_step()
-            self._record_sums(server)
-        except TooFewSilos as error:
-            raise blame.of(error) from None
-
-    def _note_silence(self, server: Server, name: str) -> None:
-        """Once a round: the first step that a silo did not answer."""
-        noted = self._noted.setdefault(server.round, set())
-        if name not in noted:
-            noted.add(name)
-            server.dropped.append(note_silence(name, server.step))
-
-    def _record_sums(self, server: Server) -> None:
-        """What the server opened of the round that it has just closed."""
-        for opened in server.sums:
-            if opened.tensors is not None:
-                self.folder.sum(SERVER, encode_release(opened.release()))
-
-    def _sum_rows(self, server: Server) -> list[SumRow]:
-        rows = []
-        for opened in (one for one in server.sums if one.round in self.folder.sums):
-            known = self.folder.sums[opened.round]
-            rows.append(
-                SumRow(
-                    round=opened.round,
-                    protection="ckks" if opened.protection == "ckks" else "masked",
-                    opened_by=known.openers,
-                    silos=list(opened.silos),
-                    threshold=opened.threshold,
-                    rows=known.info["rows"],
-                    resolution=known.info["resolution"],
-                    noise=known.info.get("noise"),
-                    faults=list(opened.faults),
-                    claim=known.claim.model_dump(mode="json"),
-                    sha256=known.sha256,
-                )
-            )
-        return rows
-
-    # --- the result
 
     def _result(
         self,

@@ -14,7 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module may import modules of its own layer or below; client and server are apart from each other besides.
 LAYERS = [
     {"errors", "files"},
-    {"release", "messages", "config", "crosslm_terms", "privacy_terms", "result"},
+    {
+        "release",
+        "messages",
+        "config",
+        "crosslm_terms",
+        "data_terms",
+        "privacy_terms",
+        "protection_terms",
+        "result",
+    },
     {
         "privacy",
         "accountants",
@@ -64,7 +73,7 @@ LAYERS = [
     },
     {"silo", "approval", "lanes", "crosslm_state"},
     {"workbench", "feasibility", "recording", "verification", "inspection", "report"},
-    {"simulated_lanes"},
+    {"simulated_lanes", "simulated_rounds"},
     {"simulation"},
     {"demo", "console"},
     {"commands"},

@@ -385,7 +385,9 @@ def test_heterogeneous_models_with_crosslm(
     small = tiny.make_encoder(tmp_path / "small", layers=1, width=16, seed=4, vocabulary=tiny.WORDS[::-1])
     decoder = tiny.make_architecture(tmp_path / "gpt2", "gpt2")
     models = [str(tiny_encoder), str(small), str(decoder)]
-    config = config_for("crosslm", tiny_encoder, tiny_llm, tiny_data, slm={"models": models})
+    config = config_for(
+        "crosslm", tiny_encoder, tiny_llm, tiny_data, slm={"models": models}, crosslm={"synthetic": 48}
+    )
     result = run(config, tmp_path / "run")
     assert [row.model for row in result.clients] == models
     assert not result.rounds[0].refusals

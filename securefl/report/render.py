@@ -21,12 +21,12 @@ from securefl.report.chapters import (
     client_row,
     data_section,
     difference_cells,
-    language_section,
     references,
     rounds_section,
     silo_names,
 )
 from securefl.report.digest import departures, describe, run_name
+from securefl.report.language import language_section
 from securefl.report.outflow import outflow_section
 from securefl.report.page import (
     Block,
