@@ -128,6 +128,16 @@ ATTRIBUTE = Adversary(
     knowledge=(_ENCODER, "other text of the same kind that is nobody's, with the attribute", _CLAIM),
     nist="privacy attack: property inference (2024 edition, section 2.4.4)",
 )
+MEMORISATION = Adversary(
+    role="auditor",
+    sees="the language model that one more arrival taught, and texts that it writes",
+    knowledge=(
+        "the canaries among the rows behind it, though not which of them were planted",
+        "the language model before it learned",
+        _CLAIM,
+    ),
+    nist=CANARIES.nist,
+)
 
 
 class NotEnough(SecureflError):

@@ -52,6 +52,8 @@ _DEEDS = {
     "distance_to_a_gaussian": "found that the noise of a release is not spread as is claimed, by {}",
     "vectors_named": "named the pool texts behind {} of the vectors",
     "accuracy": "gave the right answer in {} of questions which labels a group has",
+    "canary_auc": "told by the language model a planted canary from one that was not in {} of pairs",
+    "canaries_written": "had the language model write {} of the canaries that were planted, word for word",
     "tpr_at_1_percent_fpr": "found {} of a silo's rows and took one stranger's row in 100 for one",
     "tpr_at_0.1_percent_fpr": "found {} of a silo's rows and took one stranger's row in 1000 for one",
 }

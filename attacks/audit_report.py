@@ -212,14 +212,16 @@ class AttackTable:
     audits: Audits
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = self._table(frozenset())
+        table, notes = self._table(frozenset())
         for out in ({"control"}, {"control", "claim ε"}, {"control", "claim ε", "cap"}):
             if Measurement.get(console, options.update(width=1000), table).minimum <= options.max_width:
                 break
-            table = self._table(frozenset(out))
+            table, notes = self._table(frozenset(out))
         yield table
+        # Not its caption, which would be as wide as a table that does not fit, and cut off.
+        yield notes
 
-    def _table(self, out: frozenset[str]) -> RichTable:
+    def _table(self, out: frozenset[str]) -> tuple[RichTable, Text]:
         rows_of = worst_rows(self.audits, ways=False)
         several = len(self.audits) > 1
         controlled = any(row.worst.control is not None for row in rows_of)
@@ -249,9 +251,7 @@ class AttackTable:
             column.min_width = max(cell_len(text) for text in (head, *(row[head] for row in rows)))
         if out:
             table.columns[-1].no_wrap, table.columns[-1].min_width = False, _LEAST_VERDICT
-        table.caption = Text("\n".join(_notes(self.audits, left_out)))
-        table.caption_justify = "left"
-        return table
+        return table, Text("\n".join(_notes(self.audits, left_out)))
 
 
 def _cells(row: Row) -> dict[str, str]:

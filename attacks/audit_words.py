@@ -119,6 +119,13 @@ ATTACKS: Mapping[int, AttackWords] = {
         "An outsider trains a probe that says which label the rows behind a group average have.",
         _NOBODYS,
     ),
+    14: AttackWords(
+        ("memorisation by the language model",),
+        "The auditor plants made-up texts among a silo's rows, has its model teach the language model once "
+        "more, and asks whether that one writes them, or finds them likelier than texts not planted.",
+        "on canaries that were not planted",
+        (),
+    ),
 }  # fmt: skip
 _WEIGHTS = ATTACKS[12].kinds
 _NUMBERED = re.compile(r"\((\d{1,2})\)$")
@@ -136,6 +143,7 @@ _METRICS = {
     "positions_read": "positions read", "vectors_named": "vectors named",
     "noise_claimed_over_found": "noise claimed over found",
     "distance_to_a_gaussian": "distance to a Gaussian",
+    "canary_auc": "AUC on canaries", "canaries_written": "canaries written",
 }  # fmt: skip
 _RATE = re.compile(r"tpr_at_(\d{1,2}(?:\.\d{1,3})?)_percent_fpr")
 # What a metric is, for whoever has only the terminal.
@@ -163,6 +171,8 @@ MEANINGS = {
     "distance_to_a_gaussian": "distance to a Gaussian: how differently from it the noise is spread",
     "noise_claimed_over_found": "noise claimed over found: how many times larger the claimed noise is than "
     "that of the release; 1 where the claim is true",
+    "canary_auc": "AUC on canaries: share of pairs in which the LLM gained more on the planted canary",
+    "canaries_written": "canaries written: share of the planted canaries that the LLM wrote, word for word",
 }
 WORDS = (
     ("Guessing", "What an attacker scores who guesses without seeing what left."),
@@ -194,6 +204,10 @@ WORDS = (
     ("Canary, one-run audit, guesses right", "Attack 4 makes a release once more with texts of the auditor's "
      "own, canaries, each put in or left out by a coin. From what comes out the auditor guesses some of the "
      "coins. How many guesses are right proves a lower bound on ε, of a row being there or not."),
+    ("AUC on canaries, canaries written", "Attack 14 trains a silo's model once more with canaries among its "
+     "rows and has it teach the language model. Did that one become surer of those canaries than of others "
+     "like them, or write one? Ranked among the others, a canary has an exposure: the bits by which it is "
+     "easier to guess, 1.4 by chance."),
     ("Claim held", "The attack found something, and no more than the claimed ε allows: by the cap, or for "
      "attack 4 by the lower bound that its guesses prove."),
     ("Singling out", "Telling whether one row is among those behind a release."),

@@ -11,6 +11,7 @@ from attacks.bench import (
     gradient,
     inversion,
     membership,
+    memorisation,
     models,
     noise,
     pool,
@@ -36,4 +37,5 @@ SUITE: tuple[Attack, ...] = (
     gradient.ATTACK,
     models.ATTACK,
     probes.ATTRIBUTE_ATTACK,
+    memorisation.ATTACK,
 )

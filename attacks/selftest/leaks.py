@@ -31,6 +31,7 @@ from attacks.planted import DELTA, repeated
 from attacks.selftest.check import Check, at_least, at_most
 from attacks.selftest.faults import mechanism_checks
 from attacks.selftest.inversions import inversion_checks, text_checks
+from attacks.selftest.memories import memory_checks
 from attacks.token_scores import overlap
 from securefl.centroid_privacy import clip_rows
 from securefl.errors import SecureflError
@@ -371,6 +372,7 @@ LEAKS: Mapping[int, Callable[[np.random.Generator], Iterator[Check]]] = {
     11: _gradient,
     12: _model,
     13: _attribute,
+    14: memory_checks,
 }
 """By the attack's number: the checks on rows drawn by a generator."""
 

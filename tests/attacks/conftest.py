@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attacks.bench import decoder, inversion, tokens, zero_shot
+from attacks.bench import decoder, inversion, memorisation, tokens, zero_shot
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,6 +18,7 @@ def _little_effort(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(decoder, "BUDGET", 50)
         patch.setattr(inversion, "BUDGET", 50)
         patch.setattr(inversion, "STEPS", 10)
+        patch.setattr(memorisation, "CANARIES", 80)
         patch.setattr(zero_shot, "MODEL", str(nothing / "none"))
         patch.setattr(tokens, "_LANGUAGE_MODEL", str(nothing / "none"))
         yield

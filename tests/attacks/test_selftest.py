@@ -143,6 +143,8 @@ BROKEN: list[tuple[int, str, Callable[[Any, Fill], Any], str]] = [
     (12, "attacks.model_membership.lira", arrays, "trained model (12), lira offline"),
     (12, "attacks.model_membership.rmia", arrays, "trained model (12), rmia"),
     (13, "attacks.attribute_probe.read", of_a_field("chances"), "attribute (13)"),
+    (14, "attacks.memorisation.secret_log_probs", arrays, "memorisation (14): leak"),
+    (14, "attacks.memorisation.longest_runs", arrays, "memorisation (14): written"),
 ]
 
 
