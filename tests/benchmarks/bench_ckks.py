@@ -9,12 +9,10 @@ Then one model of 22.7 million values is encrypted chunk by chunk, and the memor
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from securefl.crypto import ckks
 from securefl.crypto.ckks_terms import Terms
+from tests.benchmarks.memory import resident
 
 VALUES = 1_000_000
 MODEL = 22_700_000
@@ -121,26 +120,14 @@ def test_a_million_floats(benchmark: BenchmarkFixture) -> None:
     assert ratio <= TIME_GOAL
 
 
-def _memory(field: str) -> int:
-    """Bytes of this process now (VmRSS), or at most so far (VmHWM).
-
-    Not getrusage's ru_maxrss: Linux keeps that over exec, so a child begins with its parent's peak, and the
-    difference that is measured here would be zero under a test runner that once held more.
-    """
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
-    return int(found[1]) * 1024
-
-
 def _stream() -> None:
     """Encrypt a model, and print seconds, bytes made and the peak memory above that of the vector."""
     vector = np.full(MODEL, 0.25, np.float32)
     terms = Terms(length=MODEL, silos=8, max_weight=1000.0, clip=10.0)
     key = ckks.GroupKey.generate()
-    before, began = _memory("VmRSS"), time.perf_counter()
+    before, began = resident("VmRSS"), time.perf_counter()
     made = sum(map(len, ckks.encrypt(key, terms, vector, 100.0)))
-    print(time.perf_counter() - began, made, _memory("VmHWM") - before)
+    print(time.perf_counter() - began, made, resident("VmHWM") - before)
 
 
 def test_streaming_22_7_million_values(benchmark: BenchmarkFixture) -> None:

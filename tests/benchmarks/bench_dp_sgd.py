@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from securefl.config import Lora
 from securefl.gaussian import add_gaussian
 from securefl.gradients import Engine, clipped_sum
 from securefl.models import Slm, load_slm
+from tests.benchmarks.memory import resident
 
 ROWS, TOKENS = 32, 48
 THREADS = 2
@@ -121,14 +120,6 @@ def _times(what: str) -> dict[str, list[float]]:
     return times
 
 
-def _memory(field: str) -> int:
-    """Bytes of this process now (VmRSS), or at most so far (VmHWM); not getrusage's, see bench_ckks."""
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
-    return int(found[1]) * 1024
-
-
 def _peak(name: str, what: str) -> None:
     """Run three steps, and print the peak memory above that of the loaded model."""
     torch.set_num_threads(THREADS)
@@ -137,11 +128,11 @@ def _peak(name: str, what: str) -> None:
     slm = _slm(what)
     with torch.no_grad():
         slm(slm.tokenize(["a"]))
-    before = _memory("VmRSS")
+    before = resident("VmRSS")
     with _stepping(name, slm) as step:
         for _ in range(3):
             step()
-    print(_memory("VmHWM") - before)
+    print(resident("VmHWM") - before)
 
 
 def _peaks(what: str) -> dict[str, float]:

@@ -11,12 +11,10 @@ moments and one batch.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +24,7 @@ from securefl import _llm_training
 from securefl._language_model import _WRITE_BATCH, LanguageModel, Written
 from securefl._llm_training import Exercise
 from securefl.crosslm_terms import CrossLm
+from tests.benchmarks.memory import forget_peak, resident
 
 MODEL = "builtin:smollm2"
 THREADS = 2
@@ -147,23 +146,15 @@ def _times() -> dict[str, list[float]]:
     return times
 
 
-def _memory(field: str) -> int:
-    """Bytes of this process now (VmRSS), or at most so far (VmHWM)."""
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
-    return int(found[1]) * 1024
-
-
 def _peak(way: str) -> None:
     """Run two steps, and print the peak memory above that of the process without a model."""
     torch.set_num_threads(THREADS)
-    before = _memory("VmRSS")
+    before = resident("VmRSS")
     step = _step(way)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: loading is not what is measured
+    forget_peak()  # the peak begins anew: loading is not what is measured
     for _ in range(2):
         step()
-    print(_memory("VmHWM") - before)
+    print(resident("VmHWM") - before)
 
 
 def _peaks() -> dict[str, float]:

@@ -13,12 +13,10 @@ neither has a part in what is measured. Not counted are the shares that the serv
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import time
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,20 +24,13 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from securefl.crypto.masking_messages import MaskedInput, VectorSpec
 from securefl.crypto.masking_server import MaskingServer
+from tests.benchmarks.memory import resident
 from tests.benchmarks.scale import Setting, measure, table
 from tests.masked_rounds import SUITE, Round
 
 MODEL = 22_700_000
 MEMORY_GOAL = 3.0  # vectors
 NAME = "weights"
-
-
-def _memory(field: str) -> int:
-    """Bytes of this process now (VmRSS), or at most so far (VmHWM); not getrusage's, see bench_ckks."""
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
-    return int(found[1]) * 1024
 
 
 def _stream(silos: int) -> None:
@@ -54,7 +45,7 @@ def _stream(silos: int) -> None:
         round_.server.receive_shares(round_.names[silo], round_.clients[silo].share(adverts))
 
     tracemalloc.start()
-    traced, resident = tracemalloc.get_traced_memory()[0], _memory("VmRSS")
+    traced, before = tracemalloc.get_traced_memory()[0], resident("VmRSS")
     deliveries = round_.server.close_shares()
     left, adding = range(1, silos), 0.0
     for silo in left:
@@ -71,7 +62,7 @@ def _stream(silos: int) -> None:
     result = round_.unmask(left, request)
     unmasking = time.perf_counter() - began
     assert result.sums[NAME].size == MODEL
-    peaks = tracemalloc.get_traced_memory()[1] - traced, _memory("VmHWM") - resident
+    peaks = tracemalloc.get_traced_memory()[1] - traced, resident("VmHWM") - before
     print(*(peak / MODEL / 4 for peak in peaks), adding / len(left), unmasking)
 
 
