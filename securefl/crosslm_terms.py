@@ -94,7 +94,7 @@ class CrossLm(Section):
         le=100,
         description="Nats a token from the original at which stable mode undoes an arrival.",
     )
-    slm_epochs: int = Field(2, ge=1, le=100, description="Passes over the kept texts for the SLM.")
+    slm_epochs: int = Field(16, ge=1, le=100, description="Passes over the kept texts for the SLM.")
     evaluate_rows: int = Field(
         32, ge=1, le=MOST_ROWS, description="Test rows for the LLM's accuracy and perplexity."
     )
