@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -216,36 +217,31 @@ def _figures(client: ClientRow, taught: _Taught) -> list[Figure]:
     told = Auc(planted, others)
     right = Proportion(int((written == LENGTH).sum()), len(written))
     claim_epsilon = None if taught.claim is None else taught.claim.epsilon
-    target = f"{len(planted)} canaries among the rows behind one arrival"
+    figure = partial(
+        Figure,
+        attack=NAME,
+        number=14,
+        adversary=MEMORISATION,
+        target=f"{len(planted)} canaries among the rows behind one arrival",
+        silo=client.name,
+        round=1,
+        claim_epsilon=claim_epsilon,
+    )
     return [
-        Figure(
-            attack=NAME,
-            number=14,
-            adversary=MEMORISATION,
-            target=target,
-            silo=client.name,
-            round=1,
+        figure(
             metric="canary_auc",
             measure=told,
             baseline=0.5,
-            claim_epsilon=claim_epsilon,
             cap=None if cap is None else cap.auc(),
             cap_reason=NO_CLAIM if cap is None else None,
             adjacency="replace-one",
             bears_on=("singling_out", "linkability"),
             details={**exposure, **details},
         ),
-        Figure(
-            attack=NAME,
-            number=14,
-            adversary=MEMORISATION,
-            target=target,
-            silo=client.name,
-            round=1,
+        figure(
             metric="canaries_written",
             measure=right,
             baseline=0.0,
-            claim_epsilon=claim_epsilon,
             cap_reason=NO_CLAIM if cap is None else UNBOUNDED,
             bears_on=("inference",),
             control=float((strange == LENGTH).mean()),
