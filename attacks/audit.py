@@ -16,7 +16,7 @@ from attacks.bench import SUITE
 from attacks.context import accounts, channels, utility
 from attacks.elsewhere import Elsewhere
 from attacks.evidence import Evidence, Source
-from attacks.findings import Audit, AuditedRelease, NotRun
+from attacks.findings import UNASKED, Audit, AuditedRelease, NotRun
 from attacks.judgement import Book, attacks_left, judge
 from attacks.kept import Kept, digest_of, make_folder
 from attacks.runs import CENTROIDS, Recorded, Run
@@ -118,7 +118,7 @@ def _audit(
 
 
 def _unasked(attack: Attack, attacks: frozenset[int] | None) -> str | None:
-    return None if attacks is None or attack.number in attacks else "it was not asked for"
+    return None if attacks is None or attack.number in attacks else UNASKED
 
 
 def _place(out: Path | str | None) -> Path | None:

@@ -17,8 +17,8 @@ def _in_all(one: Account) -> Cell:
     if not one.releases:
         return Cell("nothing left")
     private = one.private_epsilon
-    what = "" if private is None else f"ε {epsilon(private)} of what has one; "
-    return Cell("", f"{what}{len(one.no_finite_epsilon)} without", (Badge("no finite epsilon", "bad"),))
+    what = "of nothing that left" if private is None else f"ε {epsilon(private)} of what has one, not of all"
+    return Cell("", what, (Badge("no finite epsilon", "bad"),))
 
 
 def silo_accounts(audit: Audit) -> list[Table]:

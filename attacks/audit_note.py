@@ -14,6 +14,7 @@ from attacks.audit_rows import number_in, worst_rows
 from attacks.audit_words import (
     ELSEWHERE,
     attack_words,
+    attacked,
     audit_name,
     claim_in_game,
     metric_words,
@@ -58,7 +59,7 @@ def _findings(name: str, audit: Audit) -> list[str]:
 
 
 def _read_back(audit: Audit) -> list[str]:
-    """How many texts were read back, and where they stand."""
+    """How many texts were put together, and where they stand."""
     # Where nothing was read above guessing what was put together is guesses.
     leaks = [f for f in audit.findings if f.verdict != "none_shown"]
     found = [number_in(f.details.get("texts_withheld")) or len(f.texts) for f in leaks]
@@ -68,8 +69,8 @@ def _read_back(audit: Audit) -> list[str]:
     where = "none is shown here"
     if any(f.texts for f in audit.findings):
         where += "; they stand in report.html and audit.json, to be kept as the silos' data are"
-    kept = f"At least {count(texts, 'text')} read back, of {count(sum(map(bool, found)), 'figure')}"
-    return [f"{kept} (up to 20 a figure are kept); {where}.", ""]
+    kept = f"{count(texts, 'text')} named or put together, of {count(sum(map(bool, found)), 'figure')}"
+    return [f"{kept} (up to 20 a figure are kept); how many are right the figures say; {where}.", ""]
 
 
 def audit_note(audit: Audit) -> str:
@@ -89,7 +90,8 @@ def audit_note(audit: Audit) -> str:
         "",
         _plain(audit_summary([(name, audit)]), 4000),
         "",
-        f"{count(len(audit.releases), 'release')} audited. {_plain(claim_against_shown(audit), 400)}",
+        f"{len(attacked(audit))} of {count(len(audit.releases), 'release')} attacked. "
+        f"{_plain(claim_against_shown(audit), 400)}",
         "",
         "## The three questions",
         "",

@@ -39,6 +39,7 @@ from attacks.audit_words import (
     ELSEWHERE,
     WORDS,
     attack_words,
+    attacked,
     audit_name,
     claim_in_game,
     claimed_words,
@@ -50,7 +51,7 @@ from attacks.audit_words import (
     release_words,
     row_verdict,
 )
-from attacks.findings import Audit
+from attacks.findings import UNASKED, Audit
 from attacks.runs import CENTROIDS
 from securefl.report.claims import whose
 from securefl.report.page import (
@@ -151,13 +152,11 @@ def _leaking_tile(audit: Audit) -> Tile:
 
 def _attacked_tile(audit: Audit) -> Tile:
     """How many releases some figure is of, and what kinds were never attacked."""
-    put = {(f.silo, f.round, kind) for f in audit.findings if f.number in ATTACKS
-           for kind in ATTACKS[f.number].kinds}  # fmt: skip
-    attacked = [r for r in audit.releases if (r.silo, r.round, r.kind) in put]
-    known = {release_words(r) for r in attacked}
+    put = attacked(audit)
+    known = {release_words(r) for r in put}
     never = sorted({release_words(r) for r in audit.releases} - known)
-    detail = f"never: {listing(never)}" if attacked and never else ""
-    return Tile("Releases attacked", f"{len(attacked)} of {len(audit.releases)}", detail)
+    detail = f"never: {listing(never)}" if put and never else ""
+    return Tile("Releases attacked", f"{len(put)} of {len(audit.releases)}", detail)
 
 
 def _summary(audits: Audits, audit: Audit) -> Section:
@@ -260,7 +259,7 @@ def _cells(row: Row) -> dict[str, str]:
         "run": clean(row.run, 28),
         "silo": clean(f.silo, 12),
         "claim ε": claim_in_game(f),
-        "value, 95 %": f"{f.value:.2f} [{f.ci[0]:.2f}, {f.ci[1]:.2f}]",
+        "value, 95 %": f"{f.value:.2f} [{_two(f.ci[0])}, {_two(f.ci[1])}]",
         "guessing": _two(f.baseline),
         "control": _two(f.control),
         "cap": _two(f.cap),
@@ -278,7 +277,18 @@ def for_terminal(audit: Audit) -> list[str | AttackTable]:
     shown: list[str | AttackTable] = [headline(audit)]
     shown += [f"{name}: {badge.text}. {why}" for name, _, badge, why in reasons(audit)]
     audits = [(audit_name(audit), audit)]
-    return [*shown, *([AttackTable(audits)] if audit.findings else not_attacked(audits)), audit.warning]
+    if audit.findings:
+        return [*shown, AttackTable(audits), audit.warning]
+    return [*shown, *_not_run_because(audit), *not_attacked(audits), audit.warning]
+
+
+def _not_run_because(audit: Audit) -> list[str]:
+    """One line a reason, with all attacks that have it."""
+    found: dict[str, list[str]] = {}
+    for one in audit.not_run:
+        if one.why != UNASKED:
+            found.setdefault(clean(one.why, 200), []).append(clean(one.attack, 60))
+    return [f"not run, since {why}: {listing(names)}" for why, names in found.items()]
 
 
 def _two(value: float | None) -> str:

@@ -269,7 +269,10 @@ def read_back(audits: Audits) -> list[Block]:
                 withheld.append((f"{f.number}: {attack_words(f.attack)}", place, texts_kept(f)))
     blocks: list[Block] = []
     if shown:
-        text = "What follows was read back by the attacks; the page is to be kept as the silos' data are."
+        text = (
+            "What follows the attacks put together; how many are right their figures say. The page is to be "
+            "kept as the silos' data are."
+        )
         blocks += [Note("This page holds text of the silos.", text, "bad"), *shown]
     if withheld:
         blocks.append(

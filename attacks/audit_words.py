@@ -351,6 +351,13 @@ def _left_alone(audit: Audit) -> list[str]:
     return sentences
 
 
+def attacked(audit: Audit) -> list[AuditedRelease]:
+    """The releases that some figure is of."""
+    put = {(f.silo, f.round, kind) for f in audit.findings if f.number in ATTACKS
+           for kind in ATTACKS[f.number].kinds}  # fmt: skip
+    return [one for one in audit.releases if (one.silo, one.round, one.kind) in put]
+
+
 def not_attacked(audits: Audits) -> list[str]:
     """Sentences on what was not attacked, which a reader must not take for safe. Runs that share one are
     named in it."""

@@ -149,6 +149,13 @@ class Scene:
         """
         return self.evidence.vectors(self, texts)
 
+    def own_vectors(self) -> NDArray[np.float32]:
+        """(n, d) vectors of the silo's rows. Raises ProtocolError where the release is not of them: see
+        `check_truth`. Every attack on pooled centroids asks for them before it scores anything."""
+        vectors = self.vectors(self.rows)
+        check_truth(self, vectors, None)
+        return vectors
+
     def some_auxiliary(self, most: int) -> Texts:
         """At most so many auxiliary rows, the same ones in every round: see `some_of`."""
         return some_of(self.auxiliary, most, self.evidence.source.seed)
@@ -283,7 +290,7 @@ def check_truth(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.fl
             raise ProtocolError(
                 f"{scene.recorded.path}: centroid {index} is not the mean of the rows that the truth names "
                 "for it under this encoder, so a score would mean nothing"
-                f"{_hint(scene, '--normalised, --max-length, --group')}"
+                f"{_hint(scene, '--encoder, --normalised, --max-length, --group')}"
             )
 
 

@@ -93,6 +93,9 @@ class Verdicts(_Row):
     inference: Verdict
 
 
+UNASKED = "it was not asked for"
+
+
 class NotRun(_Row):
     attack: str
     why: str

@@ -83,7 +83,7 @@ class CrossLm(Section):
     )
     lora_rank: int = Field(16, ge=1, le=512, description="Rank of the LLM's adapter.")
     lora_layers: Literal["upper", "all"] = Field(
-        "upper", description="Layers with an adapter; `upper`: half of them, in .8 of the time of `all`."
+        "upper", description="Layers with an adapter; below the upper half nothing is computed twice."
     )
     learning_rate: float = Field(2e-4, gt=0, le=1, description="AdamW's, for the LLM.")
     epochs: int = Field(1, ge=1, le=100, description="Passes over an arrival's texts for the LLM.")

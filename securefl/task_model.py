@@ -26,7 +26,7 @@ READ_TOKENS = 64  # of a text, when the language model reads it
 # Texts that say nothing, by which (1) is calibrated.
 _NOTHING = ("N/A", "...", "[MASK]")
 
-# Streams of random numbers, told apart within a seed; those from 3 on are the worker's.
+# Streams of random numbers, told apart within a seed; the other numbers are the worker's.
 _ADAPTER, _LABELS, _TEXTS, _JUDGED = 0, 1, 2, 5
 
 
@@ -131,8 +131,7 @@ class TaskModel:
         """(2) and (3): texts for drawn labels by the language model as it is now, and how many were dropped.
 
         Empty texts are dropped; as are those of fewer words than `min_words` and, in stable mode, repeats of
-        an earlier text.
-        The same seed and weights give the same texts.
+        an earlier text. The same seed and weights give the same texts.
         """
         labels = self._draw_labels(count, seed_of(seed, _LABELS))
         written = self.writer.write(

@@ -20,7 +20,7 @@ from attacks.attack import Attack, Progress, lacks
 from attacks.bench.membership import as_seen
 from attacks.decoder import BUDGET
 from attacks.dictionary import Ids, special_ids, token_ids
-from attacks.evidence import Evidence, Scene, check_truth
+from attacks.evidence import Evidence, Scene
 from attacks.figures import MIN_TRIALS, NO_CLAIM, UNBOUNDED, Figure, Ratio, at
 from attacks.inversion import asking
 from attacks.judgement import Book
@@ -102,7 +102,7 @@ class Exposed:
 
 def expose(scene: Scene, attack: int, most: int = MOST) -> Exposed:
     """Up to `most` centroids of a release. Raises NotEnough where there are none or too few tokens."""
-    check_truth(scene, scene.vectors(scene.rows), None)
+    scene.own_vectors()
     slm, target, rng = scene.slm, as_seen(scene, scene.release), scene.rng(attack)
     special = special_ids(slm)
     order = [int(c) for c in np.argsort(target.sizes, kind="stable") if scene.groups[int(c)]][:most]

@@ -24,7 +24,7 @@ from attacks.bounds import (
     replace_one_mu,
     tpr_cap,
 )
-from attacks.evidence import Scene, check_truth, label_ids
+from attacks.evidence import Scene, label_ids
 from attacks.figures import MIN_TRIALS, NO_CLAIM, Auc, Figure, Measure, RateAt, at, gaussian_curve
 from attacks.judgement import Book
 from attacks.propositions import proposition_1
@@ -71,8 +71,7 @@ def matched_controls(members: Texts, pool: Texts, rng: np.random.Generator) -> T
 
 def _attack(scene: Scene, book: Book) -> None:
     rng = scene.rng(1)
-    vectors = scene.vectors(scene.rows)
-    check_truth(scene, vectors, None)
+    vectors = scene.own_vectors()
     predictions: NDArray[Any] = np.zeros((len(vectors), 0))
     if scene.evidence.source.config is not None:  # else the encoder at hand has no head that was trained
         predictions = head_probabilities(scene.slm, vectors.copy())

@@ -16,7 +16,7 @@ from attacks.adversary import POOL, NotEnough
 from attacks.attack import Attack, Progress, each_scene, lacks
 from attacks.bench.membership import as_seen
 from attacks.bounds import auc, auc_interval, mu_of_auc, replace_one_mu
-from attacks.evidence import Evidence, Scene, check_truth
+from attacks.evidence import Evidence, Scene
 from attacks.figures import MIN_TRIALS, NO_CLAIM, NO_NOISE, Figure, Proportion, at
 from attacks.judgement import Book
 from attacks.membership import Background, Target, fit_background
@@ -39,7 +39,7 @@ _FAR = 4.0
 
 
 def _attack(scene: Scene, book: Book) -> None:
-    check_truth(scene, scene.vectors(scene.rows), None)
+    scene.own_vectors()
     # Identical texts would tie and share their weight, so each stands in the pool once.
     place = {text: i for i, text in enumerate(dict.fromkeys((*scene.rows.texts, *scene.controls.texts)))}
     texts = tuple(place)

@@ -12,7 +12,7 @@ from attacks.adversary import ATTRIBUTE, BAG, NotEnough
 from attacks.attack import Attack, Progress, each_scene, lacks
 from attacks.bench.membership import as_seen
 from attacks.dictionary import Ids, special_ids, token_ids, vocabulary_size
-from attacks.evidence import Evidence, Scene, check_truth, label_ids
+from attacks.evidence import Evidence, Scene, label_ids
 from attacks.figures import MIN_TRIALS, NO_CLAIM, UNBOUNDED, Auc, Figure, Proportion, Ratio, at
 from attacks.judgement import Book
 from attacks.runs import Texts
@@ -50,7 +50,7 @@ def _strangers(scene: Scene, attack: int) -> list[list[int]]:
 
 
 def _bag(scene: Scene, book: Book) -> None:
-    check_truth(scene, scene.vectors(scene.rows), None)
+    scene.own_vectors()
     slm, target = scene.slm, as_seen(scene, scene.release)
     known, special = _known(scene, target), special_ids(slm)
     auxiliary = scene.vectors(known)
@@ -144,6 +144,7 @@ def _attribute(scenes: list[Scene], book: Book) -> None:
     sides: dict[int, tuple[list[float], list[float]]] = {}
     blind: dict[int, tuple[list[float], list[float]]] = {}
     for scene in scenes:
+        scene.own_vectors()
         target = as_seen(scene, scene.release)
         known = _known(scene, target)
         auxiliary, labels = scene.vectors(known), label_ids(known, names)

@@ -65,6 +65,8 @@ def _summed(scenes: list[Scene], book: Book) -> None:
     if len(scenes) < 2:
         raise NotEnough("centroids were shared in one round only")
     last, first = scenes[-1], scenes[0]
+    for scene in scenes:
+        scene.own_vectors()
     members = sorted({row for scene in scenes for row in scene.members})
     controls = matched_controls(last.rows.take(members), last.controls, last.rng(6))
     texts: Texts = last.rows.take(members)
@@ -106,7 +108,7 @@ def _left(scene: Scene, book: Book) -> None:
     claim = target.claim
     if isinstance(claim, GaussianSums) and claim.unit != ROW:
         raise NotEnough(f"the game is about one row, and the release's unit is {claim.unit}")
-    vectors, auxiliary = scene.vectors(scene.rows), scene.vectors(scene.auxiliary)
+    vectors, auxiliary = scene.own_vectors(), scene.vectors(scene.auxiliary)
     leavers = [(c, row) for c, group in enumerate(scene.groups) if len(group) > 2 for row in group]
     if len(leavers) < MIN_TRIALS:
         raise NotEnough(

@@ -55,6 +55,8 @@ def _run(evidence: Evidence, book: Book, say: Progress) -> None:
 
 def _attack(scenes: list[Scene], book: Book) -> None:
     own, *others = scenes
+    for scene in scenes:
+        scene.own_vectors()
     rng = own.rng(7)
     claims = [scene.release.claim for scene in others]
     targets = [as_seen(scene, scene.release) for scene in scenes]

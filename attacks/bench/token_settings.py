@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from scipy.stats import binomtest
 
 from attacks import dictionary, moved_table, token_scores, token_sizes, tokens
 from attacks.adversary import TOKENS, Adversary, NotEnough
@@ -35,6 +36,8 @@ _How = Literal["stated", "sized", "corrected"]
 _SHOWN = 8
 _NO_SIZES = replace(TOKENS, knowledge=TOKENS.knowledge[:2])
 PUBLIC = replace(TOKENS, role="outsider")
+# Different tokens, and share of the vocabulary in the pool, with which words can be told from any words.
+_FEWEST_WORDS, _MOST_OF_ALL, _ANY_WORDS = 10, 0.9, 0.01
 # Rows of a centroid; of more nothing is read singly.
 _MOST = 4096
 # Of two centroids in one that is the mean of no few tokens: what adds up by chance.
@@ -128,6 +131,34 @@ def over_all(
     ]
 
 
+def _require_language(
+    scene: Scene, found: tokens.Recovered, prior: dictionary.Prior, special: list[int]
+) -> None:
+    """What adds up must be words that people write. Raises ProtocolError where it is any words.
+
+    A table with the right vectors at the wrong numbers adds up as well as the right one. Of the different
+    tokens read, more must be in the pool than of all the vocabulary, by a binomial test.
+    """
+    read = [
+        ids
+        for row, sure in zip(found.tokens, found.certain, strict=True)
+        for ids, is_sure in zip(row, sure.tolist(), strict=True)
+        if is_sure
+    ]
+    known = np.setdiff1d(np.concatenate(read), special)
+    words = np.setdiff1d(np.arange(len(prior.counts)), special)
+    share = float((prior.counts[words] > 0).mean())
+    if len(known) < _FEWEST_WORDS or share > _MOST_OF_ALL:
+        return  # too few to tell, or a pool that has nearly every word
+    there = int((prior.counts[known] > 0).sum())
+    if binomtest(there, len(known), share, "greater").pvalue > _ANY_WORDS:
+        raise ProtocolError(
+            f"{scene.recorded.path}: of {len(known)} words that add up the pool has {there}, no more than of "
+            "any words: this is another encoder's table, or the pool is of another language; check --encoder "
+            "and --pool"
+        )
+
+
 def blind(scene: Scene, book: Book) -> None:
     """Where nobody says which rows are behind the centroids: the positions that tokens add up to exactly.
 
@@ -193,6 +224,7 @@ def blind(scene: Scene, book: Book) -> None:
             "or rounded, or the table was trained far; what could be read is not known without the rows "
             "(--rows)"
         )
+    _require_language(scene, found, prior, special)
     other = np.roll(centroids, 1, axis=0)
     mixed = replace(
         target, centroids=_MIXED * centroids + (1 - _MIXED) * other, mask=mask * np.roll(mask, 1, 0)

@@ -31,7 +31,7 @@ def test_every_worst_finding_is_in_the_note() -> None:
 def test_an_audit_of_nothing_has_a_note() -> None:
     empty = make_audit().model_copy(update={"findings": [], "releases": [], "bounds": []})
     note = audit_note(empty)
-    assert "0 releases audited" in note
+    assert "0 of 0 releases attacked" in note
     assert "at worst" not in note
 
 
@@ -54,7 +54,10 @@ def test_texts_are_counted_and_never_shown() -> None:
     shown = make_finding(number=8, attack="search of a text pool, ranking", texts=texts)
     counted = make_finding(number=10, attack="embedding inversion", details={"texts_withheld": 5})
     note = audit_note(make_audit().model_copy(update={"findings": [shown, counted]}))
-    told = "At least 7 texts read back, of 2 figures (up to 20 a figure are kept); none is shown here"
+    told = (
+        "7 texts named or put together, of 2 figures (up to 20 a figure are kept); how many are right the "
+        "figures say; none is shown here"
+    )
     assert f"{told}; they stand in report.html and audit.json" in note
     assert f"{told}." in audit_note(
         make_audit().model_copy(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from attacks import bench, cli
@@ -267,6 +268,38 @@ def test_another_encoder_is_an_error_and_no_low_score(made: Path, tmp_path: Path
         audited(one, tmp_path / "out", 8)
 
 
+@pytest.mark.parametrize("attack", [1, 5, 8, 9, 13])
+def test_no_attack_scores_vectors_that_are_not_of_the_rows(made: Path, tmp_path: Path, attack: int) -> None:
+    for changes in (
+        {"encoder": str(tiny.make_encoder(tmp_path / "other", width=64, seed=5))},
+        {"max_length": 6},
+    ):
+        with pytest.raises(ProtocolError, match="not the mean of the rows"):
+            audited(source(made, **changes), tmp_path / "out", attack)
+
+
+def test_right_vectors_at_the_wrong_words_are_another_encoders(made: Path, tmp_path: Path) -> None:
+    """Of a table whose entries stand elsewhere sums add up too, but to words that nobody writes."""
+    unused = [f"unused{number}" for number in range(300)]
+    mine = tiny.make_encoder(tmp_path / "encoder", width=64, vocabulary=(*tiny.WORDS, *unused))
+    theirs = load_slm(str(mine), ["a", "b"], max_length=12, train_embeddings=False, seed=0)
+    words = theirs.model.get_input_embeddings().weight
+    known = theirs.tokenizer.convert_tokens_to_ids(list(tiny.WORDS))
+    rare = theirs.tokenizer.convert_tokens_to_ids(unused[: len(known)])
+    with torch.no_grad():
+        words[[*known, *rare]] = words[[*rare, *known]].clone()
+    right = load_slm(str(mine), ["a", "b"], max_length=12, train_embeddings=False, seed=0)
+    for name, slm in (("right", right), ("wrong", theirs)):
+        vectors, mask = embed(slm, [text for text, _ in ROWS[:60]], "embeddings")
+        save_file({"vectors": vectors, "mask": mask.astype(np.float32)}, tmp_path / f"{name}.safetensors")
+    blind = {"rows": None, "columns": Columns(), "max_length": None, "encoder": str(mine),
+             "pool": made / "pool.csv"}  # fmt: skip
+    (read,) = audited(source(tmp_path, "right.safetensors", **blind), tmp_path / "a", 2).findings
+    assert read.value == 1.0
+    with pytest.raises(ProtocolError, match="no more than of any words"):
+        audited(source(tmp_path, "wrong.safetensors", **blind), tmp_path / "b", 2)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -348,7 +381,7 @@ def test_a_fingerprint_that_is_none_is_not_repeated(made: Path, tmp_path: Path) 
 
 
 def test_unscaled_vectors_that_are_said_to_be_scaled(made: Path, tmp_path: Path) -> None:
-    says = "a score would mean nothing; check --normalised, --max-length, --group$"
+    says = "a score would mean nothing; check --encoder, --normalised, --max-length, --group$"
     with pytest.raises(ProtocolError, match=says):
         audited(source(made, normalised=True), tmp_path / "out", 1)
     save_file(
