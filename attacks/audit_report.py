@@ -51,7 +51,7 @@ from attacks.audit_words import (
     release_words,
     row_verdict,
 )
-from attacks.findings import UNASKED, Audit
+from attacks.findings import ALL_SILOS, UNASKED, Audit
 from attacks.runs import CENTROIDS
 from securefl.report.claims import whose
 from securefl.report.page import (
@@ -304,8 +304,9 @@ def _notes(audits: Audits, left_out: frozenset[str]) -> list[str]:
         whose(r.claim)
         for _, audit in audits
         for r in audit.releases
-        if r.kind in CENTROIDS and (r.silo, r.round) in attacked and "epsilon" in r.claim
-    )
+        if r.kind in CENTROIDS and "epsilon" in r.claim
+        and not attacked.isdisjoint(((r.silo, r.round), (ALL_SILOS, r.round)))
+    )  # fmt: skip
     whom = f"; it was made for {'; or '.join(scopes)}" if scopes else ""
     notes = [] if "claim ε" in left_out else [
         "claim ε: of the releases attacked, not of the silo; where that is known in the attack's game, one "

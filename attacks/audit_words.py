@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attacks.audit_rows import Audits, Row, metric_key, number_in
-from attacks.findings import Audit, AuditedRelease, Finding
+from attacks.findings import ALL_SILOS, Audit, AuditedRelease, Finding
 from securefl.report.claims import MECHANISMS, whose
 from securefl.report.digest import kind_of, kind_words, parties
 from securefl.report.page import Badge, Cell, clean, count, delta, epsilon, joined, listing
@@ -355,7 +355,10 @@ def attacked(audit: Audit) -> list[AuditedRelease]:
     """The releases that some figure is of."""
     put = {(f.silo, f.round, kind) for f in audit.findings if f.number in ATTACKS
            for kind in ATTACKS[f.number].kinds}  # fmt: skip
-    return [one for one in audit.releases if (one.silo, one.round, one.kind) in put]
+    return [
+        one for one in audit.releases
+        if not put.isdisjoint(((one.silo, one.round, one.kind), (ALL_SILOS, one.round, one.kind)))
+    ]  # fmt: skip
 
 
 def not_attacked(audits: Audits) -> list[str]:

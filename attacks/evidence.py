@@ -278,7 +278,7 @@ def check_truth(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.fl
     for index, (group, size) in enumerate(zip(scene.groups, scene.release.tensors["sizes"], strict=True)):
         if len(group) != size:
             raise ProtocolError(
-                f"{scene.recorded.path}: centroid {index} states {size:g} rows, "
+                f"{scene.recorded.path}: centroid {index + 1} states {size:g} rows, "
                 f"the truth names {len(group)} for it{_hint(scene, '--group')}"
             )
         if mask is None:
@@ -288,8 +288,8 @@ def check_truth(scene: Scene, vectors: NDArray[np.floating], mask: NDArray[np.fl
             mean = (vectors[group] * mask[group][..., None]).sum(0, dtype=np.float64) / there
         if np.abs(centroids[index] - mean).max() > 1e-2 * np.abs(mean).max():
             raise ProtocolError(
-                f"{scene.recorded.path}: centroid {index} is not the mean of the rows that the truth names "
-                "for it under this encoder, so a score would mean nothing"
+                f"{scene.recorded.path}: centroid {index + 1} is not the mean of the rows that the truth "
+                "names for it under this encoder, so a score would mean nothing"
                 f"{_hint(scene, '--encoder, --normalised, --max-length, --group')}"
             )
 

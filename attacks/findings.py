@@ -20,6 +20,9 @@ class _Row(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+ALL_SILOS = "all silos"  # of a figure over all of them; no silo can be called so
+
+
 class AuditedRelease(_Row):
     """One release of the inventory. `rows_per_centroid` as released (noisy under a claim)."""
 

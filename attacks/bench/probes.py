@@ -14,6 +14,7 @@ from attacks.bench.membership import as_seen
 from attacks.dictionary import Ids, special_ids, token_ids, vocabulary_size
 from attacks.evidence import Evidence, Scene, label_ids
 from attacks.figures import MIN_TRIALS, NO_CLAIM, UNBOUNDED, Auc, Figure, Proportion, Ratio, at
+from attacks.findings import ALL_SILOS
 from attacks.judgement import Book
 from attacks.runs import Texts
 from attacks.simulated import enough_rows
@@ -175,6 +176,9 @@ def _attribute(scenes: list[Scene], book: Book) -> None:
     claim = scenes[-1].release.claim
     words = {number: label for label, number in names.items()}
     number = sum(len(scene.groups) for scene in scenes)
+    place = at(scenes[-1].recorded, claim)
+    if len(scenes) > 1:
+        place["silo"] = ALL_SILOS
 
     def figure(
         metric: str, measure: Auc | Proportion, baseline: float, control: float | None = None, **more: str
@@ -191,7 +195,7 @@ def _attribute(scenes: list[Scene], book: Book) -> None:
             bears_on=("inference",),
             control=control,
             details={"centroids": number, **more},
-            **at(scenes[-1].recorded, claim),
+            **place,
         )
 
     book.figures.append(figure("accuracy", Proportion(right, trials), guessed / trials))

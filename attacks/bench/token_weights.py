@@ -65,9 +65,9 @@ def check_weighted(scene: Scene, vectors: NDArray[np.float32], mask: NDArray[np.
         mean = weighted_tokens.weighted_mean(vectors[group], mask[group], weights)
         if np.abs(centroids[index] - mean).max() > _EXACT * np.abs(mean).max():
             raise ProtocolError(
-                f"{scene.recorded.path}: centroid {index} is not the mean by its weights of the rows that "
-                "the truth names for it under this encoder, so a score would mean nothing; check the order "
-                "of the weights, and --group"
+                f"{scene.recorded.path}: centroid {index + 1} is not the mean by its weights of the rows "
+                "that the truth names for it under this encoder, so a score would mean nothing; check the "
+                "order of the weights, and --group"
             )
 
 

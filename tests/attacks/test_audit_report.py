@@ -21,6 +21,7 @@ from attacks.audit_words import (
     WORDS,
     answers,
     attack_number,
+    attacked,
     claim_cell,
     claim_in_game,
     claimed_words,
@@ -31,7 +32,7 @@ from attacks.audit_words import (
     row_verdict,
 )
 from attacks.bench import SUITE, decoder, gradient, inversion, zero_shot
-from attacks.findings import Account, Audit, Finding, NotRun, Overlap, Utility, Verdicts
+from attacks.findings import ALL_SILOS, Account, Audit, Finding, NotRun, Overlap, Utility, Verdicts
 from securefl.report import page
 from securefl.report.render import write_comparison_report
 from tests.samples import make_audit, make_audits, make_finding, make_results, poisoned_audit
@@ -176,6 +177,17 @@ def left(kind: str, mechanism: str = "none") -> dict[str, Any]:
         for release in make_audit().releases
     ]
     return {"releases": releases, "not_run": []}
+
+
+def test_a_figure_over_all_silos_is_of_each_ones_release() -> None:
+    one = make_audit().releases[0].model_copy(update={"kind": "centroids"})
+    releases = [one.model_copy(update={"silo": silo}) for silo in ("silo-1", "silo-2")]
+    releases += [one.model_copy(update={"round": one.round + 1})]
+    found = [make_finding(number=13, attack="attribute probe", silo=ALL_SILOS, round=one.round)]
+    audit = make_audit().model_copy(update={"releases": releases, "findings": found})
+    assert attacked(audit) == releases[:2]
+    found = [make_finding(number=13, attack="attribute probe", silo="silo-2", round=one.round)]
+    assert attacked(audit.model_copy(update={"findings": found})) == releases[1:2]
 
 
 def test_weights_that_were_not_attacked_are_told_by_their_claim() -> None:

@@ -14,6 +14,7 @@ from attacks.attack import Attack
 from attacks.bench import pool, probes, rounds, subtraction
 from attacks.evidence import Evidence
 from attacks.figures import Figure
+from attacks.findings import ALL_SILOS
 from attacks.judgement import Book
 from attacks.runs import Run
 from attacks.vector_cache import VectorCache
@@ -180,6 +181,7 @@ def test_the_label_behind_pure_clusters_is_read(slm: Slm, tmp_path: Path) -> Non
     book = found_by(bench.probes.ATTRIBUTE_ATTACK, evidence)
     (accuracy,) = of(book, probes.ATTRIBUTE_NAME, "accuracy")
     assert accuracy.measure.value > 0.8 > accuracy.baseline + 0.1
+    assert accuracy.silo == ALL_SILOS
     for f in of(book, probes.ATTRIBUTE_NAME, "auc"):
         assert f.measure.value > 0.9
         assert f.control is not None
