@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from securefl.errors import ModelError
-from securefl.models import Slm
+from securefl.slm import Slm
 
 Ids = NDArray[np.int64]
 
@@ -126,7 +126,7 @@ class Layer:
 
     def _last(self, ids: Tensor, position: int) -> Tensor:
         texts = ids[:, None].expand(-1, position + 1)
-        return self._slm.embeddings({"input_ids": texts, "attention_mask": torch.ones_like(texts)})[:, -1]
+        return self._slm.layer({"input_ids": texts, "attention_mask": torch.ones_like(texts)}, 0)[:, -1]
 
     def at(self, position: int, ids: Tensor) -> Tensor:
         """(M, d) outputs for ids (M,) at a position."""

@@ -30,7 +30,7 @@ from securefl._tables import _COLUMN, read_table, read_texts
 from securefl.centroid_privacy import centroid_mu
 from securefl.errors import DataError, ModelError, ProtocolError, UsageError
 from securefl.files import read_limited
-from securefl.models import Slm, base_fingerprint, load_slm
+from securefl.models import base_fingerprint, load_slm
 from securefl.privacy import gaussian_epsilon
 from securefl.release import (
     ROW,
@@ -45,6 +45,7 @@ from securefl.release import (
     parse_json,
 )
 from securefl.result import ReleaseRow
+from securefl.slm import Slm
 
 SILO: Final = "elsewhere"
 MAX_LENGTH: Final = 8192

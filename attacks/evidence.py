@@ -23,8 +23,8 @@ from attacks.runs import CENTROIDS, Recorded, Run, Texts
 from attacks.vector_cache import VectorCache
 from securefl.config import Config
 from securefl.errors import ProtocolError
-from securefl.models import Slm
 from securefl.release import ROW, GaussianSums, NonPrivate, PayloadKind, Release
+from securefl.slm import Slm
 
 # Auxiliary rows below which no covariance is worth estimating.
 MIN_AUXILIARY = 16
@@ -129,6 +129,12 @@ class Scene:
     def slm(self) -> Slm:
         """The encoder that the release names."""
         return self.evidence.source.encoder(self.recorded, self.release)
+
+    @property
+    def layer(self) -> int:
+        """The encoder layer whose outputs were averaged, 0 for the embedding layer (and pooled vectors)."""
+        composed = self.release.info.get("compose")
+        return composed if type(composed) is int else 0
 
     @property
     def members(self) -> list[int]:

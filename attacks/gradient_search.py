@@ -20,7 +20,7 @@ from attacks.adversary import NotEnough
 from attacks.dictionary import Ids, vocabulary_size
 from attacks.gradient_span import Found, OneStep, Reader, Span, room_of, span_of, tokens_in_span
 from securefl.errors import SecureflError
-from securefl.models import Slm
+from securefl.slm import Slm
 
 # Texts that each token is tried in while sifting, and how many tokens of a position need no sifting.
 _COMPANY = 8

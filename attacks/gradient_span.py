@@ -31,8 +31,8 @@ from attacks.adversary import NotEnough
 from attacks.dictionary import Ids, Prior, vocabulary_size
 from attacks.token_scores import by_position
 from securefl.errors import ModelError, SecureflError
-from securefl.models import Slm
 from securefl.release import Tensors
+from securefl.slm import Slm
 
 # A gap in the singular values that is the end of the batch's tokens. Below the rank neighbours differ by less
 # than 6 on MiniLM, from a full rank on too; at it by 200 to 800,000.

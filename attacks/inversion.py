@@ -34,8 +34,8 @@ from attacks.membership import Vectors, check_vectors, chunks
 from attacks.propositions import largest_singular_value, proposition_3
 from attacks.word_maps import Reader, Single
 from securefl.errors import ModelError, SecureflError
-from securefl.models import Slm
 from securefl.release import Claim, GaussianSums
+from securefl.slm import Slm
 
 # The relaxation costs as much as the exchanges and adds little to them, so it gets no more.
 STEPS = 150

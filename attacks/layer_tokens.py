@@ -23,38 +23,13 @@ from torch import Tensor
 from attacks.adversary import NotEnough
 from attacks.dictionary import Dictionary, Ids, Layer, Prior, token_ids, vocabulary_size
 from attacks.tokens import Recovered, Target, recover
-from securefl.errors import ModelError
-from securefl.models import Slm
+from securefl.slm import Slm
 
 _LEAST_TEXTS = 64
 _HELD_OUT = 0.25
 # Occurrences of a token that weigh as much as the linear image of its embedding.
 _TRUST = 4.0
 _RIDGE = 1e-3
-
-
-def layer_outputs(
-    slm: Slm, texts: Sequence[str], layers: Sequence[int], batch_size: int = 64
-) -> tuple[list[NDArray[np.float32]], NDArray[np.float32]]:
-    """For each of `layers` (n, S, d) outputs, zeros past a text's end, and the mask (n, S); S = `max_length`.
-
-    0 is the embedding layer, p the p-th encoder layer. Dropout off. Raises ModelError for a layer that the
-    model does not have.
-    """
-    found = [np.zeros((len(texts), slm.max_length, slm.width), np.float32) for _ in layers]
-    masks = np.zeros((len(texts), slm.max_length), np.float32)
-    for start in range(0, len(texts), batch_size):
-        batch = slm.tokenize(texts[start : start + batch_size])
-        with torch.inference_mode():
-            states = slm.model.base_model(**slm.inputs(batch), output_hidden_states=True).hidden_states
-        mask = batch["attention_mask"].float()
-        stop, length = start + len(mask), mask.shape[1]
-        masks[start:stop, :length] = mask.numpy()
-        for out, layer in zip(found, layers, strict=True):
-            if not 0 <= layer < len(states):
-                raise ModelError(f"{slm.name}: has layers 0 to {len(states) - 1}, not {layer}")
-            out[start:stop, :length] = (states[layer] * mask[..., None]).numpy()
-    return found, masks
 
 
 @dataclass(frozen=True)
@@ -78,7 +53,7 @@ class Learnt:
 def learn(
     slm: Slm, auxiliary: Sequence[str], vectors: NDArray[np.float32], mask: NDArray[np.float32]
 ) -> Learnt:
-    """Fit on other text: vectors (n, S, d) and mask (n, S) of `layer_outputs` for these n texts.
+    """Fit on other text: vectors (n, S, d) and mask (n, S) of `training.embed` for these n texts.
 
     Raises NotEnough for fewer than 64 texts.
     """
@@ -153,7 +128,7 @@ def nearest(
 ) -> list[list[Ids]]:
     """[text][position] the token of the nearest vector of other text, for centroids of single texts.
 
-    vectors, mask, texts: of the auxiliary text, as `layer_outputs` and `token_ids` give them. Raises
+    vectors, mask, texts: of the auxiliary text, as `training.embed` and `token_ids` give them. Raises
     NotEnough for centroids of several texts, which are near to no single one.
     """
     if (target.sizes > 1).any():

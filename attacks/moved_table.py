@@ -21,7 +21,7 @@ from torch import Tensor
 from attacks.adversary import NotEnough
 from attacks.dictionary import Ids, Layer, Moved, Prior, token_ids, vocabulary_size
 from attacks.tokens import Recovered, Target, recover
-from securefl.models import Slm
+from securefl.slm import Slm
 
 ROUNDS = 4
 # Sums of fewer pairs of centroid and position say nothing of a map of the table.

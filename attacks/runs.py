@@ -26,7 +26,7 @@ from attacks.overlap import disjoint
 from securefl.config import Config, parse_config
 from securefl.errors import DataError, ModelError, PayloadError, ProtocolError, UsageError
 from securefl.files import read_limited
-from securefl.models import Slm, base_fingerprint, load_slm
+from securefl.models import base_fingerprint, load_slm
 from securefl.recording import SUMS
 from securefl.release import (
     Limits,
@@ -38,6 +38,7 @@ from securefl.release import (
     parse_json,
 )
 from securefl.result import ReleaseRow
+from securefl.slm import Slm
 from securefl.training import embed
 from securefl.verification import verify_run
 

@@ -20,7 +20,7 @@ from scipy.special import gammaln
 
 from attacks.dictionary import Dictionary, Geometry, Ids, Layer, Prior, end_ids, geometry, token_ids
 from attacks.tokens import Solver, Target, expected_counts, shortlist
-from securefl.models import Slm
+from securefl.slm import Slm
 
 MOST = 16
 _POSITIONS = 4

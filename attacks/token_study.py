@@ -18,8 +18,9 @@ from attacks.assembly import Scorer, assemble, deal
 from attacks.dictionary import Ids, Prior, end_ids, fit_prior, special_ids, token_ids, vocabulary_size
 from attacks.token_scores import by_position, exact_texts, overlap
 from attacks.tokens import Target, expected_counts, guesses, recover
-from securefl.models import Slm
 from securefl.release import GaussianSums, NonPrivate
+from securefl.slm import Slm
+from securefl.training import embed
 
 Row = dict[str, Any]
 # So large that it cuts nothing; what is studied is the noise.
@@ -56,7 +57,7 @@ def recall_grid(
     """
     ids, known = token_ids(slm, texts), token_ids(slm, auxiliary)
     prior = fit_prior(known, positions, vocabulary_size(slm))
-    (vectors,), mask = layer_tokens.layer_outputs(slm, texts, [0])
+    vectors, mask = embed(slm, texts, 0)
     vectors, mask = vectors[:, :positions], mask[:, :positions]
     ids = [one[:positions] for one in ids]
     for k in ks:
@@ -70,7 +71,7 @@ def recall_grid(
                 hosts = [int(group[0]) for group in members]
                 planted = [_planted(texts[host], name) for host, name in zip(hosts, names, strict=True)]
                 own, seen, there = list(ids), vectors.copy(), mask.copy()
-                (changed,), changed_mask = layer_tokens.layer_outputs(slm, planted, [0])
+                changed, changed_mask = embed(slm, planted, 0)
                 seen[hosts], there[hosts] = changed[:, :positions], changed_mask[:, :positions]
                 for host, new in zip(hosts, token_ids(slm, planted), strict=True):
                     own[host] = new[:positions]
@@ -100,15 +101,13 @@ def layer_recall(
     for k = 1 nearest, the recall of the nearest contexts. Arguments as for `recall_grid`."""
     ids, known = ([one[:positions] for one in token_ids(slm, part)] for part in (texts, auxiliary))
     prior = fit_prior(known, positions, vocabulary_size(slm))
-    own, mask = layer_tokens.layer_outputs(slm, texts, layers)
-    other, other_mask = layer_tokens.layer_outputs(slm, auxiliary, layers)
-    mask, other_mask = mask[:, :positions], other_mask[:, :positions]
-    for layer, vectors, aside in zip(layers, own, other, strict=True):
-        aside = aside[:, :positions]
+    for layer in layers:
+        vectors, mask = (array[:, :positions] for array in embed(slm, texts, layer))
+        aside, other_mask = (array[:, :positions] for array in embed(slm, auxiliary, layer))
         learnt = layer_tokens.learn(slm, auxiliary, aside, other_mask)
         for k in ks:
             members, others = draw(len(texts), k, groups, np.random.default_rng([seed, k]))
-            target = release(vectors[:, :positions], mask, members, 0.0, np.random.default_rng(0))
+            target = release(vectors, mask, members, 0.0, np.random.default_rng(0))
             read = layer_tokens.recover_layer(slm, target, prior, auxiliary, learnt).tokens
             row: Row = {"layer": layer, "k": k, "seed": seed, "groups": len(members)}
             row |= scores(slm, target, prior, read, ids, members, others)

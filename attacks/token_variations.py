@@ -15,12 +15,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from attacks import layer_tokens, moved_table, token_rounds, token_sizes, tokens, weighted_tokens
+from attacks import moved_table, token_rounds, token_sizes, tokens, weighted_tokens
 from attacks.assembly import Scorer, assemble
 from attacks.dictionary import Ids, Prior, end_ids, fit_prior, special_ids, token_ids, vocabulary_size
 from attacks.token_scores import exact_texts
 from attacks.token_study import draw, release, scores
-from securefl.models import Slm
+from securefl.slm import Slm
+from securefl.training import embed
 
 Row = dict[str, Any]
 
@@ -99,7 +100,7 @@ class _Bench:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """(n, S, d) of the members' rows, group after group, and their mask."""
         texts = [self.study.texts[row] for group in members for row in group]
-        (vectors,), mask = layer_tokens.layer_outputs(slm or self.study.slm, texts, [0])
+        vectors, mask = embed(slm or self.study.slm, texts, 0)
         return vectors[:, : self.study.positions], mask[:, : self.study.positions]
 
     def read(self, target: tokens.Target) -> tokens.Recovered:

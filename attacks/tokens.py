@@ -28,8 +28,8 @@ from torch import Tensor
 
 from attacks.dictionary import Dictionary, Geometry, Ids, Layer, Prior, end_ids, geometry, token_ids
 from attacks.pursuit import Problem, WeightedProblem, expect, solve, solve_weighted
-from securefl.models import Slm
 from securefl.release import Claim, GaussianSums
+from securefl.slm import Slm
 
 # Candidates kept for each centroid and position before the exact search, by cluster size. On film reviews the
 # true tokens of 16 texts rank above 300 and those of 32 above 3,000 of 30,522 in the first pass.

@@ -26,7 +26,7 @@ from attacks.dictionary import Dictionary, Geometry, Ids, Layer, Prior, end_ids,
 from attacks.pursuit import BEAMS, WeightedProblem, solve_weighted
 from attacks.tokens import Target
 from securefl.errors import SecureflError
-from securefl.models import Slm
+from securefl.slm import Slm
 
 _EXACT = 0.02
 _SHORTLIST = 512

@@ -50,9 +50,10 @@ from attacks.token_study import recall_grid
 from securefl.centroid_privacy import clip_rows
 from securefl.data import load_texts
 from securefl.files import write_atomic
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.privacy import noise_source
 from securefl.release import Claim, GaussianSums, NonPrivate
+from securefl.slm import Slm
 from securefl.training import embed
 
 Vectors = NDArray[np.float64]

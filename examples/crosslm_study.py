@@ -35,7 +35,8 @@ from securefl.crosslm_worker import CrossLmWorker
 from securefl.data import Corpus, Rows, load_corpus
 from securefl.files import write_atomic
 from securefl.methods.crosslm import distinct
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from securefl.training import fit, probabilities
 
 ALONE = "standalone"

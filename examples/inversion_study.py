@@ -42,8 +42,9 @@ from attacks.zero_shot import Box, Proposer
 from securefl.data import load_texts
 from securefl.errors import ModelError, SecureflError
 from securefl.files import write_atomic
-from securefl.models import Slm, load_llm, load_slm
+from securefl.models import load_llm, load_slm
 from securefl.release import NonPrivate
+from securefl.slm import Slm
 from securefl.training import embed
 
 ATTACKS = ("9", "10", "zero-shot")

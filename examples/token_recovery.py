@@ -33,8 +33,9 @@ from securefl.config import parse_config
 from securefl.data import Rows, load_corpus, load_texts
 from securefl.errors import ModelError
 from securefl.files import write_atomic
-from securefl.models import Slm, load_llm, load_slm
+from securefl.models import load_llm, load_slm
 from securefl.report.page import Section, write_page
+from securefl.slm import Slm
 from securefl.training import fit
 
 POSITIONS = 16

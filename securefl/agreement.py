@@ -52,7 +52,7 @@ def answer_kind(step: Step, config: Config) -> PayloadKind:
             return PayloadKind.GRADIENT
         return _MODELS[config.protection.models or "sealed"]
     if step is Step.SHARE:
-        layered = config.fedkc.compose == "embeddings"
+        layered = config.fedkc.layer is not None
         return PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
     return PayloadKind.METRICS
 

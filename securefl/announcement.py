@@ -16,7 +16,7 @@ from securefl.errors import WrongShape
 from securefl.release import canonical_json
 
 if TYPE_CHECKING:
-    from securefl.models import Slm
+    from securefl.slm import Slm
 
 # State of a tokenizer's last call, which changes from batch to batch.
 _OF_A_CALL = ("padding", "truncation")

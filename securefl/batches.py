@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from securefl.models import Slm
+from securefl.slm import Slm
 
 _STEP = 16  # tokens: fine enough that little is padding, coarse enough that batches are full
 

@@ -41,7 +41,6 @@ from securefl.ledger import Ledger, ReleaseEntry
 from securefl.local import LocalTraining, SiloData, train_locally
 from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
 from securefl.model_card import silo_card
-from securefl.models import Slm
 from securefl.opening import Opening, open_plan
 from securefl.policy import DAY, Policy
 from securefl.privacy import Noise
@@ -54,6 +53,7 @@ from securefl.release import (
     encode,
     encode_release,
 )
+from securefl.slm import Slm
 from securefl.state import StateFolder
 from securefl.steps import Bench, Done
 

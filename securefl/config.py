@@ -19,7 +19,7 @@ from securefl.crosslm_terms import CrossLm
 from securefl.data_terms import Data
 from securefl.errors import ConfigError, NotAvailable, UsageError
 from securefl.files import read_limited
-from securefl.messages import NAME, RUN, Step
+from securefl.messages import NAME, RUN, Compose, Step, layer_of
 from securefl.privacy_terms import (
     EPSILONS,
     CentroidPrivacy,
@@ -146,9 +146,21 @@ _TRAINED_ONLY = ("epochs", "round_epochs", "head_learning_rate")
 class FedKc(Section):
     clusters: int = Field(4, ge=1, le=4096, description="KMeans clusters a silo.")
     alpha: float = Field(0.5, ge=0, le=1e4, description="Weight of the consistency loss.")
-    compose: Literal["pooled", "embeddings"] | int = Field("pooled", description="Layer of the centroids.")
+    compose: Compose = Field(
+        "pooled",
+        description="What is averaged: pooled vectors, or outputs of the embedding layer or of the encoder "
+        "layer with this number.",
+    )
     source: Literal["peers", "own"] = Field("peers", description="`own`: own centroids, nothing exchanged.")
     weights: Literal["uniform", "size"] = Field("uniform", description="Of the clusters in the loss.")
+    per_step: int | None = Field(
+        None, ge=1, le=2**20, description="Centroids in the loss of a step, drawn anew; unset: all of them."
+    )
+
+    @property
+    def layer(self) -> int | None:
+        """The layer whose outputs are averaged, 0 for the embedding layer; None for pooled vectors."""
+        return layer_of(self.compose)
 
 
 class PolicyTerms(Section):
@@ -245,7 +257,6 @@ def _refuse_unavailable(config: Config) -> None:
     """Fail closed on what is in the format but not in this version."""
     missing = {
         'protection.centroids = "sealed"': config.protection.centroids != "peer",
-        f"fedkc.compose = {config.fedkc.compose}": isinstance(config.fedkc.compose, int),
     }
     for field, asked in missing.items():
         if asked:

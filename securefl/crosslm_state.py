@@ -28,9 +28,10 @@ from securefl.errors import ProtocolError, SecureflError, UsageError, WrongRound
 from securefl.files import make_folder, read_limited, write_atomic
 from securefl.lanes import Job, Past
 from securefl.messages import FINGERPRINT, NAME
-from securefl.models import Slm, base_fingerprint
+from securefl.models import base_fingerprint
 from securefl.release import Tensors, canonical_json, fingerprint, parse_json
 from securefl.result import ArrivalRow
+from securefl.slm import Slm
 
 _STATE = "state.json"
 _SUFFIX = ".safetensors"

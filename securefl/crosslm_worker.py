@@ -24,7 +24,8 @@ from securefl.crosslm_terms import CrossLm
 from securefl.data import Rows
 from securefl.errors import ModelError, SecureflError
 from securefl.methods import crosslm
-from securefl.models import Slm, load_sentence_encoder
+from securefl.models import load_sentence_encoder
+from securefl.slm import Slm
 from securefl.synthetic_quality import MOST_DRAWN, quality, self_bleu
 from securefl.task_model import Sample, TaskModel, seed_of
 from securefl.training import fit, probabilities

@@ -38,9 +38,9 @@ from securefl.errors import Cancelled, DataError, SecureflError
 from securefl.gaussian import Stream, SystemStream, add_gaussian
 from securefl.gradients import clipped_sum
 from securefl.gradients.clipped import Engine
-from securefl.models import Slm
 from securefl.privacy import Noise, check_delta
 from securefl.release import DpSgd
+from securefl.slm import Slm
 from securefl.training import parameter_groups, schedule
 
 _PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}

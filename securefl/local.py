@@ -22,12 +22,13 @@ from securefl.dp_sgd import fit_private
 from securefl.dp_terms import training_mechanism
 from securefl.errors import NonFiniteUpdate
 from securefl.messages import FedKcTerms
-from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
+from securefl.methods.fedkc import Composition, Knowledge, cluster, compose
 from securefl.methods.fedprox import proximal_term
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.privacy import LocalResult, Noise, check_delta
 from securefl.privacy_terms import CentroidPrivacy
 from securefl.release import MAX_MAGNITUDE, Adjacency, DpSgd, Release, canonical_json
+from securefl.slm import Slm
 from securefl.training import embed, fit, head_probabilities
 
 SEED_TEXTS = ("{}", "a text about {}", "news about {}", "the topic is {}", "{}, in short", "more on {}")
@@ -74,7 +75,7 @@ def train_locally(
     on the weights is returned. cancelled: asked between steps. Raises as `training.fit` and
     `dp_sgd.fit_private`.
     """
-    terms, penalty = config.slm, _penalty(slm, config, knowledge)
+    terms, penalty = config.slm, _penalty(slm, config, knowledge, seed)
     mechanism, private = training_mechanism(config, epochs), config.privacy.dp_sgd
     encoder_rate, head_rate = terms.learning_rates(private=private is not None)
     if mechanism is not None and private is not None:
@@ -105,11 +106,15 @@ def train_locally(
     return None
 
 
-def _penalty(slm: Slm, config: Config, knowledge: Sequence[Knowledge]) -> Callable[[Slm], Tensor] | None:
+def _penalty(
+    slm: Slm, config: Config, knowledge: Sequence[Knowledge], seed: int
+) -> Callable[[Slm], Tensor] | None:
     """What the method adds to the loss of a step, around the weights of now; None where it adds nothing."""
     terms, mu = config.fedkc, config.mu
-    if knowledge:
-        return lambda model: terms.alpha * consistency_loss(model, knowledge, terms.weights)
+    if knowledge and terms.alpha > 0:
+        rng = np.random.default_rng([seed, 1])
+        term = Composition(knowledge, terms.weights, terms.layer)
+        return lambda model: terms.alpha * term.loss(model, terms.per_step, rng)
     if mu > 0:
         start = [parameter.detach().clone() for parameter in slm.trained()]
         return lambda model: proximal_term(model.trained(), start, mu)
@@ -118,7 +123,7 @@ def _penalty(slm: Slm, config: Config, knowledge: Sequence[Knowledge]) -> Callab
 
 def starting_slm(name: str, labels: Sequence[str], config: Config) -> Slm:
     """A checkpoint with the run's initial head and adapter, the same in every silo and in the server."""
-    return load_slm(
+    slm = load_slm(
         name,
         labels,
         max_length=config.slm.max_length,
@@ -126,6 +131,9 @@ def starting_slm(name: str, labels: Sequence[str], config: Config) -> Slm:
         seed=derive_seed(config.federation.seed, "head"),
         lora=config.slm.lora,
     )
+    if config.federation.method == "fedkc" and config.fedkc.layer is not None:
+        slm.require_layer(config.fedkc.layer)
+    return slm
 
 
 def derive_seed(*parts: object) -> int:
@@ -180,8 +188,8 @@ def release_centroids(
         raise NonFiniteUpdate("the round's model gives NaN or infinity for a silo's rows; nothing was shared")
     mask: NDArray[Any] | None = None
     vectors = pooled
-    if terms.compose == "embeddings":
-        vectors, mask = embed(slm, rows.texts, "embeddings")
+    if terms.layer is not None:
+        vectors, mask = embed(slm, rows.texts, terms.layer)
     if not privacy.noised:
         assignment = cluster(pooled, terms.clusters, job.seed)
         # Many rows of one patient are no crowd.
@@ -198,7 +206,7 @@ def release_centroids(
     else:
         check_delta(privacy.delta, len(rows.by_unit()), "this silo", "centroids")
         texts, seeds = public_seeds(slm, terms.clusters)
-        clip = privacy.clip if privacy.clip is not None else public_clip(slm, texts, terms.compose)
+        clip = privacy.clip if privacy.clip is not None else public_clip(slm, texts, terms.layer)
         # The names of the labels and the round's model decide this, never a row.
         if not (np.isfinite(seeds).all() and 1e-6 <= clip <= MAX_MAGNITUDE):
             raise NonFiniteUpdate("the round's model gives no usable vectors for public texts")
@@ -220,11 +228,11 @@ def _crowded(assignment: NDArray[np.int64], rows: Rows, min_size: int) -> list[i
     return [cell for cell, whose in units.items() if len(whose) >= min_size]
 
 
-def public_clip(slm: Slm, texts: Sequence[str], layer: str) -> float:
+def public_clip(slm: Slm, texts: Sequence[str], layer: int | None) -> float:
     """The typical norm of public texts' vectors; a whole matrix is taken as full to max_length."""
-    if layer == "pooled":
+    if layer is None:
         return float(np.median(np.linalg.norm(embed(slm, texts, "pooled"), axis=1)))
-    vectors, mask = embed(slm, texts, "embeddings")
+    vectors, mask = embed(slm, texts, layer)
     token = np.median(np.linalg.norm(vectors, axis=2)[mask > 0])
     return float(token * np.sqrt(slm.max_length))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from securefl.errors import PayloadError
 from securefl.release import Body, PayloadKind, canonical_json
@@ -71,14 +71,35 @@ class Step(StrEnum):
 MASKING_STEPS: Final = (Step.ADVERTISE, Step.DEAL, Step.SIGN, Step.UNMASK)
 
 
+def _composed(value: object) -> object:
+    if value in ("pooled", "embeddings") or (type(value) is int and 1 <= value <= 1024):
+        return value
+    raise ValueError('must be "pooled", "embeddings", or the number of an encoder layer, counted from 1')
+
+
+# What FedKC's centroids average: pooled vectors, or the outputs of a layer.
+Compose = Annotated[Literal["pooled", "embeddings"] | int, BeforeValidator(_composed)]
+
+
+def layer_of(compose: Literal["pooled", "embeddings"] | int) -> int | None:
+    """What `fedkc.compose` means: a layer's number, 0 for the embedding layer; None for pooled vectors."""
+    return {"pooled": None, "embeddings": 0}[compose] if isinstance(compose, str) else compose
+
+
 class FedKcTerms(_Message):
     """The knowledge-composition part of a plan (spec: the consistency loss (8))."""
 
-    compose: Literal["pooled", "embeddings"]
+    compose: Compose
     source: Literal["peers", "own"]
     clusters: int = Field(ge=1, le=4096)
     alpha: float = Field(ge=0)
     weights: Literal["uniform", "size"]
+    per_step: int | None = Field(ge=1)
+
+    @property
+    def layer(self) -> int | None:
+        """The layer whose outputs are averaged, 0 for the embedding layer; None for pooled vectors."""
+        return layer_of(self.compose)
 
 
 class NoiseTerms(_Message):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from securefl.account import Account
 from securefl.config import AVERAGING
-from securefl.models import Slm, usage_snippet
 from securefl.release import ROW, DpSgd
 from securefl.result import ClientRow, Result, versions
+from securefl.slm import Slm, usage_snippet
 
 _MADE_BY = ("securefl", "torch", "transformers", "peft", "opacus", "dp-accounting")
 

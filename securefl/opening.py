@@ -17,8 +17,8 @@ from securefl.crypto.identity import Card, Identity
 from securefl.errors import MalformedEnvelope, WrongRound, WrongRun
 from securefl.exchange import Asked
 from securefl.messages import parse_plan
-from securefl.models import Slm
 from securefl.release import PayloadKind, decode
+from securefl.slm import Slm
 from securefl.steps import weights_of
 
 
@@ -58,7 +58,7 @@ def plan_limits(opening: Opening) -> envelope.Limits:
     model, encrypted = 4 * _values(slm), _encrypted(opening)
     if encrypted is not None:
         model = max(model, encrypted.ciphertexts * (encrypted.parameters.max_ciphertext + 4))
-    positions = slm.max_length if terms.compose == "embeddings" else 1
+    positions = slm.max_length if terms.layer is not None else 1
     centroids = 4 * terms.clusters * (positions * 2 * slm.width + len(slm.labels) + 2)
     room = 2**22 + model + opening.peers * (2**20 + centroids)
     return envelope.Limits(max_body=min(room, envelope.DEFAULT_LIMITS.max_body))

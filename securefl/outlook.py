@@ -123,4 +123,4 @@ def centroid_dimension(config: Config) -> int | None:
     widths = [stated[key] for key in ("hidden_size", "dim", "n_embd") if type(stated.get(key)) is int]
     if not widths or widths[0] < 1:
         return None
-    return int(widths[0]) * (config.slm.max_length if config.fedkc.compose == "embeddings" else 1)
+    return int(widths[0]) * (config.slm.max_length if config.fedkc.layer is not None else 1)

@@ -17,8 +17,8 @@ from securefl.errors import PayloadError, ProtocolError, UnknownSender, WrongRou
 from securefl.local import knowledge_of
 from securefl.messages import Dropped, FedKcTerms, Header, RoundPlan, Step
 from securefl.methods.fedkc import Knowledge
-from securefl.models import Slm
 from securefl.release import PayloadKind, Release, Tensors, check_tensors, decode, release_from
+from securefl.slm import Slm
 from securefl.training import embed
 
 
@@ -70,7 +70,7 @@ def _opened(sealed: bytes, plan: RoundPlan, terms: FedKcTerms, name: str, reader
 
 
 def _check_centroids(release: Release, terms: FedKcTerms, name: str, header: Header, slm: Slm) -> None:
-    layered = terms.compose == "embeddings"
+    layered = terms.layer is not None
     due = PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS
     q = (*release.tensors.get("sizes", np.zeros(0)).shape, 0)[0]
     if q > terms.clusters:
@@ -79,7 +79,7 @@ def _check_centroids(release: Release, terms: FedKcTerms, name: str, header: Hea
         raise WrongShape(f"{name} sent {release.kind} where {due} were agreed")
     middle = (slm.max_length,) if layered else ()
     # The embedding layer of some architectures is narrower than the encoder.
-    width = embed(slm, ["x"], "embeddings")[0].shape[-1] if layered else slm.width
+    width = slm.width if terms.layer is None else embed(slm, ["x"], terms.layer)[0].shape[-1]
     expected: dict[str, tuple[int, ...]] = {
         "centroids": (q, *middle, width),
         "predictions": (q, len(slm.labels)),

@@ -27,10 +27,10 @@ from securefl.errors import ConfigError, ProtocolError, Refused, SecureflError, 
 from securefl.lanes import Job, Lanes
 from securefl.local import derive_seed
 from securefl.messages import Dropped, Step
-from securefl.models import Slm
 from securefl.recording import RunFolder
 from securefl.release import canonical_json
 from securefl.result import RoundRow, ServerRow
+from securefl.slm import Slm
 from securefl.training import fit
 from securefl.transport.memory import MemoryTransport
 from securefl.workbench import Workbench

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from securefl.account import Account
@@ -60,7 +61,7 @@ def released_kinds(config: Config) -> list[PayloadKind]:
         return []
     kinds = [PayloadKind.GRADIENT if config.sends_gradients else PayloadKind.MODEL, PayloadKind.METRICS]
     if config.federation.method == "fedkc" and config.fedkc.source == "peers":
-        layered = config.fedkc.compose == "embeddings"
+        layered = config.fedkc.layer is not None
         kinds.append(PayloadKind.EMBEDDING_CENTROIDS if layered else PayloadKind.CENTROIDS)
     return kinds
 
@@ -174,10 +175,10 @@ def refuse_early(config: Config) -> None:
     refuse_total(config)
     if method != "fedkc" or config.fedkc.source != "peers":
         return
-    exposed = config.fedkc.compose == "embeddings" and not terms.noised
+    exposed = config.fedkc.layer is not None and not terms.noised
     if exposed and config.policy.allow_embedding_centroids is None:
         raise PolicyRefusal(
-            'fedkc.compose = "embeddings" without noise lets peers read tokens back; set an epsilon in '
-            f'privacy.centroids, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"',
+            f"fedkc.compose = {json.dumps(config.fedkc.compose)} without noise lets peers read tokens back; "
+            f'set privacy.centroids.epsilon, or policy.allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"',
             "allow_embedding_centroids",
         )

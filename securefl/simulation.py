@@ -33,7 +33,6 @@ from securefl.local import SiloData, derive_seed
 from securefl.messages import Step
 from securefl.methods.averaging import sgd_step
 from securefl.model_card import model_card
-from securefl.models import Slm
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, ledger_facts, link_duplicates
 from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, versions
@@ -47,6 +46,7 @@ from securefl.simulated_lanes import (
 )
 from securefl.simulated_policy import simulated_policy
 from securefl.simulated_rounds import RoundRun
+from securefl.slm import Slm
 from securefl.training import batch_gradient, first_batch
 from securefl.transport.memory import Meddler, MemoryTransport
 from securefl.workbench import TrainingMemo, Workbench

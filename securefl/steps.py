@@ -37,7 +37,6 @@ from securefl.local import (
 )
 from securefl.messages import Dropped, FedKcTerms, RoundPlan, Step
 from securefl.methods.fedkc import Knowledge
-from securefl.models import Slm
 from securefl.privacy import (
     LocalResult,
     MetricMechanism,
@@ -51,6 +50,7 @@ from securefl.privacy import (
 )
 from securefl.relayed import Reader, relayed_knowledge
 from securefl.release import Independent, PayloadKind, Release, Tensors, check_tensors, fingerprint
+from securefl.slm import Slm
 from securefl.training import batch_gradient, first_batch, probabilities
 
 # The steps of a masked round in which the server relays something: all but the first.

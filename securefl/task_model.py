@@ -19,7 +19,7 @@ from securefl._llm_training import Exercise
 from securefl._tables import shown
 from securefl.crosslm_terms import SLOT, CrossLm
 from securefl.errors import ConfigError
-from securefl.models import Slm
+from securefl.slm import Slm
 from securefl.training import probabilities
 
 READ_TOKENS = 64  # of a text, when the language model reads it

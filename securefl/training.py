@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from securefl.batches import by_length, padded_lengths
 from securefl.data import Rows
 from securefl.errors import Cancelled, DataError, SecureflError
-from securefl.models import Slm
+from securefl.slm import Slm
 
 _WEIGHT_DECAY = 0.01
 _MAX_GRADIENT_NORM = 1.0
@@ -205,17 +205,18 @@ def embed(
 
 @overload
 def embed(
-    slm: Slm, texts: Sequence[str], layer: Literal["embeddings"], batch_size: int = 64
+    slm: Slm, texts: Sequence[str], layer: int, batch_size: int = 64
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
 
 
 def embed(
-    slm: Slm, texts: Sequence[str], layer: Literal["pooled", "embeddings"], batch_size: int = 64
+    slm: Slm, texts: Sequence[str], layer: Literal["pooled"] | int, batch_size: int = 64
 ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Vectors of n texts, in their order, dropout off.
 
-    "pooled": (n, d), the masked mean of the last layer. "embeddings": the embedding layer's outputs
-    (n, S, e) with S = `slm.max_length` and zeros past a text's end, and the mask (n, S) of its tokens.
+    "pooled": (n, d), the masked mean of the last layer. A number: the outputs of that layer (`Slm.layer`; 0
+    is the embedding layer), (n, S, e) with S = `slm.max_length` and zeros past a text's end, and the mask
+    (n, S) of its tokens.
     """
     parts: list[tuple[list[int], NDArray[np.float32], NDArray[np.float32]]] = []
     with _evaluating(slm):
@@ -226,7 +227,9 @@ def embed(
             else:
                 room = slm.max_length - mask.shape[1]
                 mask = torch.nn.functional.pad(mask, (0, room))
-                values = torch.nn.functional.pad(slm.embeddings(batch), (0, 0, 0, room)) * mask.unsqueeze(-1)
+                values = torch.nn.functional.pad(slm.layer(batch, layer), (0, 0, 0, room)) * mask.unsqueeze(
+                    -1
+                )
             parts.append((chosen, values.cpu().numpy(), mask.cpu().numpy()))
     # Every model has vectors of some width, also where there is no text to show it.
     shape = (

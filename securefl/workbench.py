@@ -24,9 +24,10 @@ from securefl.errors import ProtocolError, SecureflError
 from securefl.files import write_atomic
 from securefl.local import starting_slm, train_locally
 from securefl.methods.fedkc import Knowledge
-from securefl.models import Slm, base_fingerprint
+from securefl.models import base_fingerprint
 from securefl.privacy import Noise
 from securefl.release import DpSgd, PayloadKind, canonical_json, check_tensors, decode, encode, fingerprint
+from securefl.slm import Slm
 from securefl.training import probabilities
 
 

@@ -23,8 +23,9 @@ from securefl.crosslm_state import ServedWorker
 from securefl.crosslm_terms import CrossLm
 from securefl.crosslm_worker import CrossLmWorker
 from securefl.lanes import Job
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.release import fingerprint
+from securefl.slm import Slm
 from tests.crashwalk import arm, die
 
 LABELS = ("a", "b")

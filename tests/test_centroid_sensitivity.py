@@ -263,7 +263,7 @@ def test_a_release_of_texts_moves_by_one_patient(
 ) -> None:
     """From texts to the release: each patient in turn leaves, or has other texts, under the same noise."""
     slm = load_slm(str(tiny_encoder), ("a", "b"), max_length=8, train_embeddings=False, seed=0)
-    terms = FedKcTerms(compose=layer, source="peers", clusters=2, alpha=0.5, weights="uniform")
+    terms = FedKcTerms(compose=layer, source="peers", clusters=2, alpha=0.5, weights="uniform", per_step=None)
     privacy = CentroidPrivacy(noise_multiplier=0.5, min_size=1, clip=0.7)
     patients = {
         "p": ("the goal of the team", "a film", "the bank"),

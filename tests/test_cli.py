@@ -17,12 +17,14 @@ import pytest
 import typer
 
 from securefl.cli import app
+from securefl.config import PERMIT_EMBEDDINGS
 from securefl.console import clean, new_app, run_app
 from securefl.crypto.trust import TrustStore
 from securefl.result import Result
 from tests.test_simulation import METHODS
 
 Toml = Callable[..., Path]
+PERMITTED = f'allow_embedding_centroids = "{PERMIT_EMBEDDINGS}"'
 
 
 @pytest.fixture
@@ -158,7 +160,11 @@ def test_a_label_only_in_test_is_refused(toml: Toml, securefl: Securefl, tmp_pat
         ({"data": 'unit = "patient_id"'}, "patient_id"),
         ({"data": 'unit = "text"'}, "data.unit"),
         ({"extra": "[privacy]\ncentroids = { epsilon = 3.0, noise_multiplier = 1.0 }"}, "not both"),
-        ({"extra": "[fedkc]\ncompose = 3"}, "compose"),
+        ({"extra": "[fedkc]\ncompose = -1"}, "fedkc.compose: must be"),
+        (
+            {"method": "fedkc", "extra": f"[fedkc]\ncompose = 30\n[policy]\n{PERMITTED}"},
+            "this encoder has the layers 0 to",
+        ),
         ({"data": 'text = "body"'}, "body"),
         ({"train": "nowhere.csv"}, "nowhere.csv"),
         ({"data": "train_rows = 100000"}, "train_rows"),

@@ -18,8 +18,8 @@ import pytest
 from securefl.crosslm_state import ServedWorker
 from securefl.crosslm_worker import Arrival, CrossLmWorker
 from securefl.errors import ModelError, ProtocolError, UsageError, WrongRound
-from securefl.models import Slm
 from securefl.release import canonical_json, fingerprint
+from securefl.slm import Slm
 from tests.crosslm_crash import ARRIVALS, LABELS, job_of, make_model, make_worker, summary
 
 Open = Callable[..., ServedWorker]

@@ -20,9 +20,10 @@ from securefl._llm_training import Exercise, teach
 from securefl.crosslm_terms import CrossLm
 from securefl.crosslm_worker import CrossLmWorker, _Batch, figures
 from securefl.errors import ConfigError, ModelError, NonFiniteUpdate, WrongShape
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.release import fingerprint
 from securefl.result import ArrivalRow
+from securefl.slm import Slm
 from securefl.synthetic_quality import self_bleu
 from securefl.task_model import Sample
 from securefl.training import probabilities

@@ -24,9 +24,10 @@ from securefl.dp_sgd import fit_private
 from securefl.dp_terms import Mechanism, round_claim, run_claim, steps_of, training_mechanism
 from securefl.errors import Cancelled, ConfigError, DataError
 from securefl.gaussian import add_gaussian
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.privacy import Noise, noise_source
 from securefl.release import DpSgd
+from securefl.slm import Slm
 from securefl.training import schedule
 from tests import tiny
 

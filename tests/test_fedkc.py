@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from securefl.errors import NonFiniteUpdate, WrongShape
-from securefl.methods.fedkc import Knowledge, cluster, compose, consistency_loss
-from securefl.models import Slm, load_slm
+from securefl.methods.fedkc import Composition, Knowledge, cluster, compose
+from securefl.models import load_slm
+from securefl.slm import Slm
 
 Array = NDArray[np.float32]
 
@@ -31,6 +32,12 @@ def arrays(*shape: int, seed: int = 0) -> Array:
 
 def simplex(n: int, c: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).dirichlet(np.ones(c), n).astype(np.float32)
+
+
+def consistency_loss(
+    slm: Slm, knowledge: list[Knowledge], weights: Literal["uniform", "size"], layer: int | None = None
+) -> torch.Tensor:
+    return Composition(knowledge, weights, layer).loss(slm)
 
 
 def test_cluster_finds_three_far_groups_and_is_seeded() -> None:
@@ -155,23 +162,83 @@ def test_pooled_gradient_is_softmax_minus_target(slm: Slm) -> None:
     assert all(p.grad is None for p in others)
 
 
-def test_embedding_centroids_of_single_texts_give_the_models_own_loss(slm: Slm) -> None:
-    """With one text a cluster (8) is (3): the cross-entropy of the model on the text itself."""
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_centroids_of_single_texts_give_the_models_own_loss(slm: Slm, layer: int) -> None:
+    """With one text a cluster (8) is (3): the cross-entropy of the model on the text itself, at any layer."""
     texts = ["the goal of the team", "a film and the bank"]
     batch = slm.tokenize(texts)
     target = simplex(2, 2)
     with torch.no_grad():
-        vectors = slm.embeddings(batch).numpy()
+        vectors = slm.layer(batch, layer).numpy()
         logits = slm(batch).numpy().astype(np.float64)
     mask = batch["attention_mask"].float().numpy()
     knowledge, _ = compose(vectors, mask, target, np.arange(2), min_size=1)
     log_softmax = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    loss = consistency_loss(slm, [knowledge], "uniform")
+    loss = consistency_loss(slm, [knowledge], "uniform", layer)
     assert loss.item() == pytest.approx(float(-(target * log_softmax).sum(-1).mean()), rel=1e-5)
     torch.autograd.backward(loss)
-    trained = {name: p for name, p in slm.model.named_parameters() if p.grad is not None}
-    assert set(trained) == set(slm.trained_names())
-    assert all(bool(p.grad.abs().sum() > 0) for name, p in trained.items() if name.endswith("query.weight"))
+    trained = {name for name, p in slm.model.named_parameters() if p.grad is not None}
+    below = {name for name in slm.trained_names() if any(f"layer.{n}." in name for n in range(layer))}
+    assert trained == set(slm.trained_names()) - below
+    given = dict(slm.model.named_parameters())
+    queries = [name for name in trained if name.endswith("query.weight")]
+    assert len(queries) == 2 - layer
+    assert all(bool(given[name].grad.abs().sum() > 0) for name in queries)
+
+
+@pytest.mark.parametrize("layer", [None, 0, 1])
+def test_the_gradient_is_that_of_the_loss_written_out(slm: Slm, layer: int | None) -> None:
+    """Against a loop over silos and centroids, and finite differences of it in the head's weights."""
+    shape = (slm.width,) if layer is None else (5, slm.width)
+    mask = None if layer is None else np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], np.float32)
+    parts = [
+        Knowledge(arrays(2, *shape, seed=s), mask, simplex(2, 2, s), np.array([s, 2.0], np.float32))
+        for s in (1, 2)
+    ]
+
+    def written_out() -> float:
+        total = 0.0
+        for part in parts:
+            for c in range(2):
+                e = torch.from_numpy(part.vectors[c : c + 1])
+                if layer is not None:
+                    assert part.mask is not None
+                    e = slm.from_layer(e, torch.from_numpy(part.mask[c : c + 1]), layer)
+                with torch.no_grad():
+                    logs = slm.head(e).double().log_softmax(-1)[0].numpy()
+                share = part.sizes[c] / part.sizes.sum()
+                total -= share * float(part.predictions[c] @ logs) / 2
+        return total
+
+    term = Composition(parts, "size", layer)
+    loss = term.loss(slm)
+    assert loss.item() == pytest.approx(written_out(), rel=1e-5)
+    torch.autograd.backward(loss)
+    weight = slm.classifier.weight
+    assert weight.grad is not None
+    for place in ((0, 3), (1, 7)):
+        before = weight.data[place].item()
+        ends = []
+        for step in (1e-2, -1e-2):
+            weight.data[place] = before + step
+            ends.append(written_out())
+        weight.data[place] = before
+        assert weight.grad[place].item() == pytest.approx((ends[0] - ends[1]) / 2e-2, rel=2e-2, abs=1e-4)
+
+
+def test_drawn_centroids_give_the_loss_on_average(slm: Slm) -> None:
+    parts = [
+        Knowledge(arrays(3, slm.width, seed=s), None, simplex(3, 2, s), np.ones(3, np.float32))
+        for s in (1, 2)
+    ]
+    term = Composition(parts, "uniform")
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        whole = term.loss(slm).item()
+        drawn = [term.loss(slm, 2, rng).item() for _ in range(3000)]
+        assert term.loss(slm, 6, rng).item() == whole
+    assert len({round(x, 6) for x in drawn}) == 15  # pairs of six
+    assert np.mean(drawn) == pytest.approx(whole, abs=4 * np.std(drawn) / np.sqrt(3000))
 
 
 def test_no_centroid_no_loss(slm: Slm) -> None:

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from securefl.config import Config
 from securefl.local import starting_slm, train_locally
 from securefl.methods.fedprox import proximal_term
-from securefl.models import Slm
 from securefl.privacy import noise_source
 from securefl.report.digest import describe
+from securefl.slm import Slm
 from securefl.workbench import TrainingMemo
 from tests import tiny
 from tests.federation import tiny_config

@@ -21,7 +21,7 @@ from securefl.inspection import inspect_path
 from securefl.local import derive_seed
 from securefl.messages import Party
 from securefl.methods.averaging import sgd_step
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.release import (
     NonPrivate,
     PayloadKind,
@@ -36,6 +36,7 @@ from securefl.report.digest import describe
 from securefl.report.render import departures_table
 from securefl.simulated_policy import simulated_policy
 from securefl.simulation import Simulation
+from securefl.slm import Slm
 from securefl.training import batch_gradient, first_batch, fit
 from securefl.verification import VerifiedRun, verify_run
 from tests import tiny

@@ -21,7 +21,8 @@ from securefl.errors import SecureflError
 from securefl.gradients import Engine, clipped_sum
 from securefl.gradients.bookkeeping import _Layer, _Records
 from securefl.gradients.units import Units
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from tests import tiny
 
 LABELS = ("a", "b", "c")

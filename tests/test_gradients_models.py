@@ -12,7 +12,8 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from securefl.config import Lora
 from securefl.errors import ModelError
-from securefl.models import Slm, load_slm, load_trained, masked_mean
+from securefl.models import load_slm, load_trained
+from securefl.slm import Slm, masked_mean
 from securefl.training import fit
 from tests import tiny
 from tests.test_training import rows_of
@@ -89,9 +90,9 @@ def test_the_tables_are_frozen_unless_asked(architecture: str, folder: Path) -> 
 def test_they_have_no_embedding_layer_to_read(folder: Path) -> None:
     slm = load(folder)
     with pytest.raises(ModelError, match="embedding layer"):
-        slm.embeddings(slm.tokenize(TEXTS))
+        slm.layer(slm.tokenize(TEXTS), 0)
     with pytest.raises(ModelError, match="embedding layer"):
-        slm.from_embeddings(torch.zeros(1, 2, 32), torch.ones(1, 2))
+        slm.from_layer(torch.zeros(1, 2, 32), torch.ones(1, 2), 0)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(r=3)], ids=["full", "lora"])

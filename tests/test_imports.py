@@ -33,6 +33,7 @@ LAYERS = [
         "_tables",
         "_builtin",
         "models",
+        "slm",
         "_model_files",
         "_llm_place",
         "_adapter",

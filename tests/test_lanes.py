@@ -32,9 +32,10 @@ from securefl.lanes import Job, Lanes, Past
 from securefl.local import SiloData
 from securefl.messages import Step
 from securefl.methods.fedkc import Knowledge
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.privacy import Noise
 from securefl.release import Tensors, decode_release, encode_release
+from securefl.slm import Slm
 from securefl.training import probabilities
 from tests import tiny
 from tests.federation import RUN, make_parties, tiny_config

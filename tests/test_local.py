@@ -29,7 +29,9 @@ def test_a_minimum_size_counts_units(
     """Five rows of one patient are one patient; the sizes that are told are the rows behind an exact mean."""
     slm = load_slm(str(tiny_encoder), ("a", "b"), max_length=8, train_embeddings=False, seed=0)
     rows = Rows(tuple(f"row {i}" for i in range(9)), TEXTS, np.zeros(9, np.int64), units)
-    terms = FedKcTerms(compose="embeddings", source="peers", clusters=2, alpha=0.5, weights="uniform")
+    terms = FedKcTerms(
+        compose="embeddings", source="peers", clusters=2, alpha=0.5, weights="uniform", per_step=None
+    )
     unit = "patient_id" if units else "row"
     job = CentroidJob(terms, CentroidPrivacy(min_size=min_size), 1, 0, noise_source(0), unit, "add-remove")
     release, behind = release_centroids(slm, rows, job, {})

@@ -17,9 +17,10 @@ from securefl.data import load_corpus
 from securefl.errors import ConfigError, ModelError, WrongShape
 from securefl.local import starting_slm, train_locally
 from securefl.methods.averaging import weighted_mean
-from securefl.models import Slm, load_slm, load_trained
+from securefl.models import load_slm, load_trained
 from securefl.privacy import noise_source
 from securefl.release import PayloadKind, encode, fingerprint
+from securefl.slm import Slm
 from securefl.training import embed, probabilities
 from securefl.workbench import TrainingMemo, Workbench
 from tests import tiny
@@ -106,7 +107,7 @@ def test_it_serves_every_architecture(folder: Path) -> None:  # noqa: F811 - the
     assert (logits(slm) - logits(bare)).abs().max() > 1e-2
     check_the_encoder_runs_from_its_embeddings(slm)
     batch = slm.tokenize(TEXTS)
-    assert torch.equal(slm.embeddings(batch), bare.embeddings(batch))
+    assert torch.equal(slm.layer(batch, 0), bare.layer(batch, 0))
 
 
 def test_the_scale_is_alpha_over_r(tiny_encoder: Path) -> None:

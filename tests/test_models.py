@@ -16,7 +16,8 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrai
 
 from securefl import models
 from securefl.errors import ModelError, NonFiniteUpdate, WrongShape
-from securefl.models import Slm, load_llm, load_slm, load_trained, usage_snippet
+from securefl.models import load_llm, load_slm, load_trained
+from securefl.slm import Slm, usage_snippet
 from tests import tiny
 
 TEXTS = [
@@ -99,18 +100,25 @@ def load(folder: Path | str, *, seed: int = 0, max_length: int = 32, train_embed
     return load_slm(str(folder), LABELS, max_length=max_length, train_embeddings=train_embeddings, seed=seed)
 
 
-def check_the_encoder_runs_from_its_embeddings(slm: Slm) -> None:
-    batch = slm.tokenize(TEXTS)
+def check_the_encoder_runs_from_every_layer(slm: Slm) -> None:
+    batch, layers = slm.tokenize(TEXTS), slm.model.config.num_hidden_layers
     with torch.no_grad():
-        embeddings = slm.embeddings(batch)
-        assert embeddings.shape[:2] == batch["input_ids"].shape
-        assert not torch.allclose(embeddings[0, 1], embeddings[0, 3])
         pooled = slm.pooled(batch)
         assert pooled.shape == (len(TEXTS), slm.width)
-        assert (slm.from_embeddings(embeddings, batch["attention_mask"]) - pooled).abs().max() < 1e-6
-        # Not a copy of the input ids' path: other embeddings give another vector.
-        other = slm.from_embeddings(embeddings.flip(1), batch["attention_mask"])
-        assert (other - pooled).abs().max() > 1e-3
+        for number in range(layers + 1):
+            outputs = slm.layer(batch, number)
+            assert outputs.shape[:2] == batch["input_ids"].shape
+            assert not torch.allclose(outputs[0, 1], outputs[0, 3])
+            assert (slm.from_layer(outputs, batch["attention_mask"], number) - pooled).abs().max() < 1e-6
+            # Not a copy of the input ids' path: other outputs give another vector.
+            other = slm.from_layer(2 * outputs.flip(1), batch["attention_mask"], number)
+            if number < layers:
+                assert (other - pooled).abs().max() > 1e-3
+        assert torch.equal(slm.pooled(batch), pooled)  # all layers are back in their place
+    with pytest.raises(ModelError, match=f"this encoder has the layers 0 to {layers}"):
+        slm.layer(batch, layers + 1)
+    with pytest.raises(ModelError, match=f"layer {layers + 1}"):
+        slm.from_layer(outputs, batch["attention_mask"], layers + 1)
 
 
 def check_padding_changes_nothing(slm: Slm) -> None:
@@ -134,8 +142,8 @@ def check_the_folder_works_in_plain_transformers(slm: Slm, folder: Path) -> None
             assert (logits - slm(slm.tokenize([text]))[0]).abs().max() < 1e-5
 
 
-def test_from_embeddings_equals_pooled(folder: Path) -> None:
-    check_the_encoder_runs_from_its_embeddings(load(folder))
+def test_the_encoder_runs_from_every_layer(folder: Path) -> None:
+    check_the_encoder_runs_from_every_layer(load(folder))
 
 
 def test_padding_changes_nothing(folder: Path) -> None:
@@ -150,7 +158,7 @@ def test_saved_folder_in_plain_transformers(folder: Path, tmp_path: Path) -> Non
 def test_minilm(minilm: str, tmp_path: Path) -> None:
     slm = load(minilm)
     assert slm.width == 384
-    check_the_encoder_runs_from_its_embeddings(slm)
+    check_the_encoder_runs_from_every_layer(slm)
     check_padding_changes_nothing(slm)
     check_the_folder_works_in_plain_transformers(slm, tmp_path / "out")
 
@@ -169,8 +177,8 @@ def test_embeddings_frozen_unless_asked(folder: Path) -> None:
 def test_gradient_reaches_the_given_embeddings(folder: Path) -> None:
     slm = load(folder)
     batch = slm.tokenize(TEXTS)
-    embeddings = slm.embeddings(batch).detach().requires_grad_()
-    torch.autograd.backward(slm.from_embeddings(embeddings, batch["attention_mask"]).square().sum())
+    embeddings = slm.layer(batch, 0).detach().requires_grad_()
+    torch.autograd.backward(slm.from_layer(embeddings, batch["attention_mask"], 0).square().sum())
     assert embeddings.grad is not None
     real = batch["attention_mask"].bool()
     assert (embeddings.grad[real].abs().sum(-1) > 0).all()
@@ -188,7 +196,7 @@ def test_embeddings_are_the_three_tables_and_their_layernorm(tiny_encoder: Path)
     expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-12).sqrt()
     expected = expected * weights["embeddings.LayerNorm.weight"] + weights["embeddings.LayerNorm.bias"]
     with torch.no_grad():
-        assert (slm.embeddings(batch) - expected).abs().max() < 1e-5
+        assert (slm.layer(batch, 0) - expected).abs().max() < 1e-5
     assert slm.model.base_model.embeddings.training
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from securefl.config import PERMIT_EMBEDDINGS, Config
@@ -69,6 +70,14 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "fedkc": {"compose": "embeddings"},
         "privacy": DP,
     },
+    "fedkc layer 1, adapter": {
+        "federation": {"method": "fedkc"},
+        "fedkc": {"compose": 1, "per_step": 2, "weights": "size"},
+        "slm": {"lora": {"r": 2}},
+        "policy": {"allow_embedding_centroids": PERMIT_EMBEDDINGS},
+    },
+    "fedkc layer 1 private": {"federation": {"method": "fedkc"}, "fedkc": {"compose": 1}, "privacy": DP},
+    "fedkc without clusters": {"federation": {"method": "fedkc"}, "fedkc": {"clusters": 1}},
     "crosslm": {"federation": {"method": "crosslm", "rounds": 1}},
     "datafree-kd": {"federation": {"method": "datafree-kd", "rounds": 1}},
 }
@@ -371,11 +380,24 @@ def test_nothing_secret_leaves(
         layer = (
             embed(slm, rows.texts, "pooled")
             if release.tensors["centroids"].ndim == 2
-            else embed(slm, rows.texts, "embeddings")[0]
+            else embed(slm, rows.texts, 0)[0]
         )
         flat = layer.reshape(len(rows), -1)
         for centroid in release.tensors["centroids"].reshape(len(release.tensors["centroids"]), -1):
             assert np.abs(flat - centroid).max(axis=1).min() > 1e-4, "a centroid is some row's own vector"
+
+
+def test_composition_of_weight_0_is_fedavg_to_the_bit(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    weights = []
+    for name in ("fedavg", "fedkc pooled", "fedkc layer 1, adapter"):
+        kept = {"slm": {"lora": None}, "fedkc": {"alpha": 0.0}, "protection": {"models": "sealed"}}
+        run(config_for(name, tiny_encoder, tiny_llm, tiny_data, **kept), tmp_path / name)
+        weights.append(load_file(tmp_path / name / "models/silo-1/model.safetensors"))
+    for other in weights[1:]:
+        assert other.keys() == weights[0].keys()
+        assert all(torch.equal(other[key], weights[0][key]) for key in other)
 
 
 def test_heterogeneous_models_with_crosslm(

@@ -16,8 +16,9 @@ from securefl.batches import by_length, padded_lengths
 from securefl.config import Slm as SlmConfig
 from securefl.data import Rows
 from securefl.errors import Cancelled, DataError, SecureflError
-from securefl.methods.fedkc import Knowledge, consistency_loss
-from securefl.models import Slm, load_slm
+from securefl.methods.fedkc import Composition, Knowledge
+from securefl.models import load_slm
+from securefl.slm import Slm
 from securefl.training import embed, fit, head_probabilities, probabilities, schedule
 from tests import tiny
 
@@ -158,7 +159,7 @@ def test_a_penalty_is_called_each_step_and_pulls(tiny_encoder: Path) -> None:
 
     def term(slm: Slm) -> torch.Tensor:
         calls.append(slm.training)
-        return 5 * consistency_loss(slm, [peers], "uniform")
+        return 5 * Composition([peers], "uniform").loss(slm)
 
     for slm, penalty in ((plain, None), (pulled, term)):
         fit(
@@ -251,7 +252,7 @@ def test_running_leaves_the_mode_of_the_model(tiny_encoder: Path) -> None:
 def test_embed_pads_to_the_maximum_with_zeros(tiny_encoder: Path) -> None:
     slm = load(tiny_encoder)
     texts = ["the goal of the team", "bank", ""]
-    vectors, mask = embed(slm, texts, "embeddings", batch_size=2)
+    vectors, mask = embed(slm, texts, 0, batch_size=2)
     pooled = embed(slm, texts, "pooled", batch_size=2)
     assert vectors.shape == (3, 16, 32)
     assert mask.sum(1).tolist() == [7, 3, 2]
@@ -259,10 +260,10 @@ def test_embed_pads_to_the_maximum_with_zeros(tiny_encoder: Path) -> None:
     for i, text in enumerate(texts):
         batch = slm.tokenize([text])
         with torch.no_grad():
-            np.testing.assert_allclose(vectors[i, : int(mask[i].sum())], slm.embeddings(batch)[0], atol=1e-6)
+            np.testing.assert_allclose(vectors[i, : int(mask[i].sum())], slm.layer(batch, 0)[0], atol=1e-6)
             np.testing.assert_allclose(pooled[i], slm.pooled(batch)[0], atol=1e-5)
     assert embed(slm, [], "pooled").shape == (0, 32)
-    nothing, nobody = embed(slm, [], "embeddings")
+    nothing, nobody = embed(slm, [], 0)
     assert (nothing.shape, nobody.shape) == ((0, 16, 32), (0, 16))
 
 
@@ -301,7 +302,7 @@ def test_a_texts_numbers_do_not_depend_on_the_others_padding(tiny_encoder: Path,
         slm.model.base_model.embeddings.word_embeddings.weight[slm.tokenizer.pad_token_id] = float("inf")
     texts = ["the a", "of to in", "and"]
     alone, beside = (
-        [embed(slm, part, "pooled") if layer == "pooled" else embed(slm, part, "embeddings")[0]]
+        [embed(slm, part, "pooled") if layer == "pooled" else embed(slm, part, 0)[0]]
         for part in (texts, [*texts, "goal match team player " * 5])
     )
     np.testing.assert_array_equal(alone[0], beside[0][:3])

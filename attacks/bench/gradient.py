@@ -27,8 +27,8 @@ from attacks.runs import Recorded, Run, Texts
 from attacks.token_scores import exact_texts
 from securefl.data import Rows
 from securefl.errors import ProtocolError
-from securefl.models import Slm
 from securefl.release import NonPrivate, PayloadKind, Release, check_tensors
+from securefl.slm import Slm
 from securefl.training import batch_gradient
 
 NAME = "gradient inversion"

@@ -73,7 +73,7 @@ def _proposition_2(scene: Scene, book: Book) -> None:
     rows = scene.rows.take(range(min(_PAIRS_OF, len(scene.rows))))
     name = "proposition 2, distances of embedding-layer outputs and of pooled vectors"
     try:
-        outer, _ = embed(scene.slm, rows.texts, "embeddings")
+        outer, _ = embed(scene.slm, rows.texts, 0)
         book.bounds.append(
             proposition_2(f"{name} ({scene.where})", outer, scene.vectors(rows), scene.rng(905))
         )

@@ -44,10 +44,11 @@ from securefl.data import Rows
 from securefl.dp_terms import training_mechanism
 from securefl.errors import SecureflError, UsageError
 from securefl.local import derive_seed, starting_slm, train_locally
-from securefl.models import Slm, base_fingerprint
+from securefl.models import base_fingerprint
 from securefl.privacy import noise_source
 from securefl.release import DpSgd
 from securefl.result import ClientRow
+from securefl.slm import Slm
 from securefl.training import probabilities
 
 NAME = "memorisation by the language model"

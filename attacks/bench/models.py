@@ -24,8 +24,9 @@ from attacks.judgement import Book
 from attacks.model_membership import Candidates, TradeOff, trade_off
 from attacks.runs import CENTROIDS, Run, Texts, open_recorded, open_release, pooled_vectors
 from attacks.vector_cache import VectorCache
-from securefl.models import Slm, base_fingerprint, load_slm
+from securefl.models import base_fingerprint, load_slm
 from securefl.release import CLAIM, DpSgd, PayloadKind, Tensors
+from securefl.slm import Slm
 
 NAME = "membership in a trained model"
 WAYS = ("loss", "lira_online", "lira_offline", "rmia")

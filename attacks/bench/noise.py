@@ -138,7 +138,7 @@ def _made(
 def _vectors(scene: Scene) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
     if scene.release.kind is PayloadKind.CENTROIDS:
         return scene.vectors(scene.rows), None
-    return embed(scene.slm, scene.rows.texts, "embeddings")
+    return embed(scene.slm, scene.rows.texts, scene.layer)
 
 
 ATTACK = Attack(3, NAME, NOISE, _missing, _run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,9 @@ def text_figures(
             attack=TEXTS,
             number=2,
             adversary=TOKENS,
-            target=_over(f"{len(small)} embedding-layer centroids of at most {_LARGEST} rows", one.rounds),
+            target=_over(
+                f"{len(small)} {kind_of(one.scene.layer)} centroids of at most {_LARGEST} rows", one.rounds
+            ),
             metric="exact_texts",
             measure=Proportion(right, trials),
             baseline=0.0,
@@ -95,6 +98,11 @@ def text_figures(
     ], texts
 
 
+def kind_of(layer: int) -> str:
+    """What centroids of a layer are called."""
+    return f"layer-{layer}" if layer else "embedding-layer"
+
+
 def _over(name: str, rounds: int) -> str:
     return name if rounds == 1 else f"{name}, average of {rounds} rounds"
 
@@ -110,14 +118,16 @@ def token_figures(
     rng: np.random.Generator,
     rounds: int = 1,
     *,
+    layer: int = 0,
     attack: str = NAME,
     adversary: Adversary = TOKENS,
-    **told: float,
+    told: Mapping[str, float] = {},
 ) -> list[Figure]:
     """The figures of attack 2: recall of each centroid, F1 and recall of rare tokens over all of them.
 
     truth, others: [centroid][position] tokens of the rows behind it, and of as many rows that are nobody's.
-    rounds: how many releases of the same rows `target` is the average of. attack, adversary: of the setting.
+    rounds: how many releases of the same rows `target` is the average of. layer: of the encoder, whose
+    outputs the centroids average. attack, adversary: of the setting.
     told: details of figures over all centroids.
     """
     counts = tokens.expected_counts(target, prior)
@@ -163,7 +173,7 @@ def token_figures(
         stranger = token_scores.overlap(recovered.tokens[c : c + 1], others[c : c + 1], special)
         figure(
             "token_recall",
-            f"embedding-layer centroid {c + 1} of {len(truth)}",
+            f"{kind_of(layer)} centroid {c + 1} of {len(truth)}",
             one,
             guess.recall,
             stranger,
@@ -177,7 +187,7 @@ def token_figures(
         [[token_scores.bag(row)] for row in truth],
         special,
     )
-    name, rows = f"{len(truth)} embedding-layer centroids", float(target.sizes.mean())
+    name, rows = f"{len(truth)} {kind_of(layer)} centroids", float(target.sizes.mean())
     stranger = token_scores.overlap(recovered.tokens, others, special)
     bag_recall = bags.recall
     figure("token_f1", name, every, guess.f1, stranger, rows=rows, recall=every.recall, bag_recall=bag_recall,

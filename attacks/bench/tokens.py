@@ -7,7 +7,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from attacks import assembly, dictionary, membership, moved_table, token_rounds, token_scores, tokens
+from attacks import (
+    assembly,
+    dictionary,
+    layer_tokens,
+    membership,
+    moved_table,
+    token_rounds,
+    token_scores,
+    tokens,
+)
 from attacks.adversary import TOKENS, NotEnough
 from attacks.attack import Attack, Progress, lacks
 from attacks.bench import token_settings, token_weights
@@ -17,11 +26,13 @@ from attacks.evidence import Evidence, Scene, check_truth
 from attacks.figures import MIN_TRIALS
 from attacks.judgement import Book
 from securefl.errors import ModelError, ProtocolError
-from securefl.models import Slm, load_llm
+from securefl.models import load_llm
 from securefl.release import NonPrivate, PayloadKind, canonical_json
+from securefl.slm import Slm
 from securefl.training import embed, probabilities
 
 _LANGUAGE_MODEL = "builtin:smollm2"
+_LEARNT_FROM = 1024  # texts: of 64 positions and 384 numbers they are 100 MB
 
 
 def _run(evidence: Evidence, book: Book, say: Progress) -> None:
@@ -45,13 +56,41 @@ def _attack(evidence: Evidence, book: Book, say: Progress) -> None:
             ready.append(_prepare(scene, book))
         except NotEnough as why:
             book.skip(NAME, recorded, str(why))
-    _recover(ready, book, say)
+    _recover([one for one in ready if not one.scene.layer], book, say)
+    for one in ready:
+        if one.scene.layer:
+            say(1, f"{one.scene.where}: reading tokens back from layer {one.scene.layer}")
+            _read_layer(one, book)
+
+
+def _read_layer(one: TokenScene, book: Book) -> None:
+    """Attack 2 where a token's vector depends on its whole text, so that no dictionary holds it."""
+    scene, slm = one.scene, one.scene.slm
+    try:
+        some = scene.some_auxiliary(_LEARNT_FROM).texts
+        vectors, mask = embed(slm, some, scene.layer)
+        positions = one.target.centroids.shape[1]
+        known = [ids[:positions] for ids in dictionary.token_ids(slm, some)]
+        prior = dictionary.fit_prior(known, positions, dictionary.vocabulary_size(slm))
+        learnt = layer_tokens.learn(slm, some, vectors[:, :positions], mask[:, :positions])
+        read = layer_tokens.recover_layer(slm, one.target, prior, some, learnt)
+    except NotEnough as why:
+        book.skip(NAME, scene.recorded, str(why))
+        return
+    special = dictionary.special_ids(slm)
+    figures = token_figures(
+        scene.recorded, one.target, prior, read, one.truth, one.others, special, one.rng, layer=scene.layer
+    )
+    whole, texts = text_figures(one, read, assembly.NGrams(known, dictionary.vocabulary_size(slm)), None)
+    if not whole:
+        figures = [replace(f, texts=texts) if f.metric == "token_f1" else f for f in figures]
+    book.figures += [*figures, *whole]
 
 
 def _prepare(scene: Scene, book: Book) -> TokenScene:
     slm, release = scene.slm, scene.release
-    vectors, mask = embed(slm, scene.rows.texts, "embeddings")
-    membership.check_vectors(vectors[mask > 0], "the embedding layer")
+    vectors, mask = embed(slm, scene.rows.texts, scene.layer)
+    membership.check_vectors(vectors[mask > 0], f"encoder layer {scene.layer}")
     exact = _exact(scene, vectors, mask)
     measure_proposition(scene, vectors, probabilities(slm, scene.rows.texts), book)
     centroids, there, sizes = (
@@ -93,7 +132,8 @@ def _exact(scene: Scene, vectors: NDArray[np.float32], mask: NDArray[np.float32]
     except ProtocolError:
         same = tensors["centroids"].shape[1:] == vectors.shape[1:]
         same &= [len(group) for group in scene.groups] == tensors["sizes"].tolist()
-        if scene.evidence.run is None and isinstance(claim, NonPrivate) and same:
+        moved = scene.evidence.run is None and isinstance(claim, NonPrivate) and not scene.layer
+        if moved and same:
             return False
         raise
     return True
@@ -191,7 +231,7 @@ def _recover(ready: list[TokenScene], book: Book, say: Progress) -> None:
                 part, details = found.recovered, token_settings.moved_by(one, found)
             figures = token_figures(
                 one.scene.recorded, one.target, prior, part, one.truth, one.others, special, one.rng,
-                one.rounds, attack=attack, adversary=adversary, **details,
+                one.rounds, attack=attack, adversary=adversary, told=details,
             )  # fmt: skip
             whole, texts = text_figures(one, part, score, model if one is modelled else None)
             if not whole:  # too few texts for a figure of their own

@@ -18,8 +18,8 @@ from attacks.selftest import tiny_models
 from attacks.selftest.check import Check, at_least, at_most
 from attacks.token_scores import overlap
 from attacks.word_maps import Reader
-from securefl.models import Slm
 from securefl.release import NonPrivate
+from securefl.slm import Slm
 from securefl.training import embed
 
 _PLAIN = NonPrivate(reason="made up for the self-test")

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from securefl.models import Slm
+from securefl.slm import Slm
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 _LAYERS, _HEADS = 2, 2

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from securefl.errors import SecureflError
 from securefl.gradients.layers import is_linear, noting, wide
 from securefl.gradients.units import Units
-from securefl.models import Slm
+from securefl.slm import Slm
 
 _CANCELLED = 1e-2  # of what the pairs of tokens have without their signs
 _TINY = 1e-24  # a squared norm below which a factor of it may have rounded to 0

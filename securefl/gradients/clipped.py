@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from securefl.errors import SecureflError
 from securefl.gradients.bookkeeping import BookKeeping
 from securefl.gradients.units import Units
-from securefl.models import Slm
+from securefl.slm import Slm
 
 Engine = Literal["auto", "book-keeping", "hooks", "ghost"]
 

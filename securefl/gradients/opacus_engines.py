@@ -22,7 +22,7 @@ from securefl.errors import SecureflError
 from securefl.gradients.bookkeeping import row_losses
 from securefl.gradients.layers import wide
 from securefl.gradients.units import Units
-from securefl.models import Slm, masked_mean
+from securefl.slm import Slm, masked_mean
 
 _root = logging.getLogger()
 _handlers = list(_root.handlers)

@@ -22,7 +22,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from securefl.errors import NonFiniteUpdate, WrongShape
-from securefl.models import Slm
+from securefl.slm import Slm
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -122,38 +122,74 @@ def _cluster_weights(knowledge: Knowledge, weights: Literal["uniform", "size"]) 
     return shares
 
 
-def consistency_loss(slm: Slm, knowledge: Sequence[Knowledge], weights: Literal["uniform", "size"]) -> Tensor:
-    """Equation (8): the mean over silos m of sum_c a_c CE( yhat_c^m, f(e_c^m; w_i) ), a scalar.
+class Composition:
+    """The centroids of several silos as one consistency loss, equation (8).
 
-    f is the part of `slm` after the composed layer: the head for pooled vectors, the whole encoder for
-    embedding-layer outputs. a_c = 1/q ("uniform", the paper's) or |C_c| / n_m ("size", the exact expansion of
-    eq. (3)). Centroids and predictions are constants: the gradient reaches the weights w_i of `slm` alone.
-    The paper sums over silos; the mean keeps alpha's meaning when their number changes. Without any centroid
-    the loss is 0. Raises WrongShape for knowledge that does not fit `slm` or its fellows.
+    The loss is the mean over silos m of sum_c a_c CE( yhat_c^m, f(e_c^m; w_i) ). f is the part of a model
+    above the composed layer: the head for pooled vectors, the encoder from a layer on for its outputs.
+    a_c = 1/q ("uniform", the paper's) or |C_c| / n_m ("size", the exact expansion of eq. (3)). Centroids and
+    predictions are constants: the gradient reaches the weights w_i alone. The paper sums over silos; the mean
+    keeps alpha's meaning when their number changes.
     """
-    given = [part for part in knowledge if len(part.sizes)]
-    if not given:
-        return torch.zeros((), device=slm.device)
-    first = given[0].vectors.shape[1:]
-    for part in given:
-        if part.vectors.shape[1:] != first or part.predictions.shape[1] != len(slm.labels):
+
+    def __init__(
+        self, knowledge: Sequence[Knowledge], weights: Literal["uniform", "size"], layer: int | None = None
+    ) -> None:
+        """layer: whose outputs the centroids average, 0 for the embedding layer; None for pooled vectors.
+
+        Raises WrongShape for knowledge that does not fit its fellows, or the layer.
+        """
+        given = [part for part in knowledge if len(part.sizes)]
+        self.layer = layer
+        self.count = sum(len(part.sizes) for part in given)
+        if not given:
+            return
+        shapes = {(part.vectors.shape[1:], part.predictions.shape[1]) for part in given}
+        if len(shapes) > 1 or given[0].vectors.ndim != (2 if layer is None else 3):
             raise WrongShape(
-                "the centroids of two silos, or their predictions and this model, differ in shape"
+                "the centroids of two silos, or their predictions and their layer, differ in shape"
             )
-    if len(first) == 1 and first[0] != slm.width:
-        raise WrongShape(
-            f"pooled centroids have {first[0]} numbers and {slm.name} has vectors of {slm.width}"
-        )
+        self._vectors = np.concatenate([part.vectors for part in given]).astype(np.float32)
+        self._targets = np.concatenate([part.predictions for part in given]).astype(np.float32)
+        self._masks: NDArray[np.float32] | None = None
+        if layer is not None:
+            masks = [part.mask for part in given if part.mask is not None]
+            # A position that no centroid has would be computed for nothing.
+            length = max(1, max(int(np.flatnonzero(mask.any(0)).max(initial=0)) + 1 for mask in masks))
+            self._masks = np.concatenate(masks).astype(np.float32)[:, :length]
+            self._vectors = self._vectors[:, :length]
+        # Every centroid carries its weight within its silo.
+        self._weights = np.concatenate([_cluster_weights(part, weights) / len(given) for part in given])
 
-    def constant(arrays: Sequence[NDArray[Any]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(slm.device)
+    def loss(self, slm: Slm, most: int | None = None, rng: np.random.Generator | None = None) -> Tensor:
+        """A scalar; 0 without any centroid. Raises WrongShape where the centroids do not fit `slm`.
 
-    # One pass for all silos; every centroid carries its weight within its silo.
-    e = constant([part.vectors for part in given])
-    target = constant([part.predictions for part in given])
-    weight = constant([_cluster_weights(part, weights) / len(given) for part in given])
-    pooled = e
-    if len(first) == 2:
-        pooled = slm.from_embeddings(e, constant([part.mask for part in given if part.mask is not None]))
-    cross_entropies = -(target * slm.head(pooled).log_softmax(-1)).sum(-1)
-    return (weight * cross_entropies).sum()
+        most: of more centroids than that, so many are drawn by `rng` without replacement, and their mean
+        scaled so that its expectation is the loss over all.
+        """
+        if not self.count:
+            return torch.zeros((), device=slm.device)
+        if self._targets.shape[1] != len(slm.labels):
+            raise WrongShape(
+                f"the centroids' predictions are not over the {len(slm.labels)} labels of {slm.name}"
+            )
+        if self.layer is None and self._vectors.shape[1] != slm.width:
+            raise WrongShape(
+                f"pooled centroids of {self._vectors.shape[1]} numbers do not fit {slm.name}, of {slm.width}"
+            )
+        chosen: NDArray[np.int64] | slice = slice(None)
+        scale = 1.0
+        if most is not None and most < self.count:
+            assert rng is not None
+            chosen = rng.choice(self.count, most, replace=False)
+            scale = self.count / most
+
+        def constant(array: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array[chosen], np.float32)).to(slm.device)
+
+        pooled = constant(self._vectors)
+        if self.layer is not None:
+            assert self._masks is not None
+            pooled = slm.from_layer(pooled, constant(self._masks), self.layer)
+        cross_entropies = -(constant(self._targets) * slm.head(pooled).log_softmax(-1)).sum(-1)
+        return scale * (constant(self._weights) * cross_entropies).sum()

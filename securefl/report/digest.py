@@ -105,7 +105,7 @@ def _learned(result: Result) -> str:
         if setting(result, "fedkc", "source") == "own":
             own = "each silo also learns from group averages of its own, not exchanged"
             return f"{_averaged(result)}; {own}."
-        layer = "token vectors" if setting(result, "fedkc", "compose") == "embeddings" else "pooled vectors"
+        layer = "pooled vectors" if setting(result, "fedkc", "compose") == "pooled" else "token vectors"
         privacy = setting(result, "privacy", "centroids") or {}
         noised = privacy.get("epsilon") is not None or privacy.get("noise_multiplier") is not None
         noise = "with calibrated noise" if noised else "without noise"

@@ -6,8 +6,8 @@ import numpy as np
 
 from attacks import dictionary, token_scores, tokens
 from securefl.methods.fedkc import compose
-from securefl.models import Slm
 from securefl.release import GaussianSums, NonPrivate
+from securefl.slm import Slm
 from securefl.training import embed
 from tests import tiny
 
@@ -30,14 +30,14 @@ def noisy(deviation: float) -> GaussianSums:
 
 
 def exact_target(slm: Slm, texts: list[str], k: int) -> tokens.Target:
-    vectors, mask = embed(slm, texts, "embeddings")
+    vectors, mask = embed(slm, texts, 0)
     means, _ = compose(vectors, mask, np.full((len(texts), 2), 0.5), np.arange(len(texts)) // k, 1)
     assert means.mask is not None
     return tokens.Target(means.vectors, means.mask, means.sizes, PLAIN)
 
 
 def noisy_target(slm: Slm, texts: list[str], k: int, deviation: float, seed: int = 9) -> tokens.Target:
-    vectors, _ = embed(slm, texts, "embeddings")
+    vectors, _ = embed(slm, texts, 0)
     q = len(texts) // k
     sums = vectors.reshape(q, k, *vectors.shape[1:]).sum(1)
     sums = sums + np.random.default_rng(seed).normal(0, deviation, sums.shape)

@@ -21,12 +21,13 @@ from securefl.ledger import Ledger
 from securefl.local import public_seeds
 from securefl.messages import Party, RoundPlan, Step
 from securefl.methods.fedkc import cluster, compose
-from securefl.models import Slm, base_fingerprint
+from securefl.models import base_fingerprint
 from securefl.privacy import LocalResult, Noise, noise_source
 from securefl.privacy_terms import CentroidPrivacy
 from securefl.recording import RunFolder, ledger_facts
 from securefl.release import ROW, Adjacency, Release, encode_release, fingerprint
 from securefl.result import ClientRow, Result, RoundRow, ServerRow
+from securefl.slm import Slm
 from securefl.training import embed, probabilities
 
 RUN = "0123456789abcdef" * 2
@@ -34,7 +35,7 @@ RUN = "0123456789abcdef" * 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """layer: "pooled" or "embeddings". noise: None for exact means. random_groups: no k-means.
+    """layer: "pooled", "embeddings" or a number. noise: None for exact means. random_groups: no k-means.
 
     per_unit: rows of one unit of privacy, in turn. rounds: in which centroids are shared, from the second on.
     info, slm: overrides of the release's public
@@ -43,7 +44,7 @@ class Recipe:
     spoil: what a silo does to a release before it leaves, unknown to its ledger's kind and claim.
     """
 
-    layer: str = "pooled"
+    layer: str | int = "pooled"
     clusters: int = 3
     noise: float | None = None
     clip: float | None = None
@@ -127,8 +128,8 @@ def _release(slm: Slm, rows: Rows, recipe: Recipe, number: int, seed: int) -> tu
     pooled = embed(slm, rows.texts, "pooled")
     predictions = probabilities(slm, rows.texts)
     vectors, mask = pooled, None
-    if recipe.layer == "embeddings":
-        vectors, mask = embed(slm, rows.texts, "embeddings")
+    if recipe.layer != "pooled":
+        vectors, mask = embed(slm, rows.texts, 0 if recipe.layer == "embeddings" else int(recipe.layer))
     if recipe.noise is not None:
         assignment = nearest_seed(pooled, public_seeds(slm, recipe.clusters)[1])
         clip = recipe.clip or float(np.median(np.linalg.norm(vectors.reshape(len(vectors), -1), axis=1)))

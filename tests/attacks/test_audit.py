@@ -32,8 +32,9 @@ from attacks.signature import SIGNATURE, verify_audit
 from securefl.console import run_app
 from securefl.crypto.identity import Identity
 from securefl.errors import ModelError, PayloadError, ProtocolError, SecureflError, UsageError
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.release import Adjacency, NonPrivate, Release, encode_release
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 from tests.attacks.test_audit_report import printed

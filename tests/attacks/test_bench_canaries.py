@@ -14,9 +14,10 @@ from attacks.audit_opening import audit_summary
 from attacks.audit_words import verdict_of
 from attacks.bench import canaries
 from attacks.findings import Audit, Finding, Verdicts
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.privacy import gaussian_epsilon
 from securefl.report.page import epsilon
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run, silence
 

@@ -15,8 +15,9 @@ from attacks.figures import Figure
 from attacks.judgement import Book
 from attacks.runs import Run
 from attacks.token_scores import overlap
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.release import PayloadKind
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 

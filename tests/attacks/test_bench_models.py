@@ -19,9 +19,9 @@ from attacks.model_membership import trade_off
 from attacks.runs import Run, pooled_vectors
 from securefl.config import parse_config
 from securefl.data import load_corpus
-from securefl.models import Slm
 from securefl.release import CLAIM, DpSgd
 from securefl.simulation import Simulation
+from securefl.slm import Slm
 from tests import tiny
 
 

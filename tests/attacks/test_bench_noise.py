@@ -11,7 +11,8 @@ from scipy.stats import binom, chi2
 from attacks.audit import audit
 from attacks.figures import NoiseRatio
 from attacks.findings import Audit
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 

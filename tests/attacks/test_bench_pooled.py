@@ -18,8 +18,9 @@ from attacks.findings import ALL_SILOS
 from attacks.judgement import Book
 from attacks.runs import Run
 from attacks.vector_cache import VectorCache
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.privacy import gaussian_epsilon
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 

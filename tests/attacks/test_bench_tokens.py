@@ -13,7 +13,8 @@ from attacks.evidence import Evidence
 from attacks.figures import Figure, Proportion
 from attacks.judgement import Book
 from attacks.runs import Run
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 
@@ -28,17 +29,21 @@ def slm(tmp_path_factory: pytest.TempPathFactory) -> Slm:
     return load_slm(str(folder), ["a", "b"], max_length=8, train_embeddings=False, seed=0)
 
 
+def attacked(slm: Slm, folder: Path, recipe: Recipe, texts: list[str]) -> Book:
+    corpus = corpus_of(texts, ["a", "b"] * (len(texts) // 2), 30, recipe)
+    book = Book(show_text=True)
+    evidence = Evidence(Run(make_run(folder / "run", slm, corpus, recipe)))
+    tokens.ATTACK.run(evidence, book, lambda *_: None)
+    return book
+
+
 def found(slm: Slm, folder: Path, recipe: Recipe) -> list[Figure]:
     rng = np.random.default_rng(0)
     texts = []
     for _ in range(240):
         topic, first = TOPICS[rng.integers(20)], rng.integers(5)
         texts.append(" ".join(topic[(first + i) % 5] for i in range(5)))
-    corpus = corpus_of(texts, ["a", "b"] * 120, 30, recipe)
-    book = Book(show_text=True)
-    evidence = Evidence(Run(make_run(folder / "run", slm, corpus, recipe)))
-    tokens.ATTACK.run(evidence, book, lambda *_: None)
-    return book.figures
+    return attacked(slm, folder, recipe, texts).figures
 
 
 def test_texts_of_exact_clusters_are_put_together(slm: Slm, tmp_path: Path) -> None:
@@ -111,3 +116,25 @@ def test_a_trained_table_is_read_by_who_has_only_the_public_one(slm: Slm, tmp_pa
     assert not [f for f in plain if f.attack == token_settings.TABLE]
     withheld = [f for f in plain if f.attack == token_settings.SIZES]
     assert [f.details["sizes_right"] for f in withheld] == [1.0, 1.0]
+
+
+def test_centroids_of_a_deeper_layer_are_read_by_what_other_text_teaches(tmp_path: Path) -> None:
+    """The attacker learns where tokens lie at the layer; noised ones are listed as not attacked."""
+    folder = tiny.make_encoder(tmp_path / "deep", width=64, layers=2)
+    slm = load_slm(str(folder), ["a", "b"], max_length=8, train_embeddings=False, seed=0)
+    texts = [text for text, _ in tiny.make_texts(700, seed=1, length=6)]
+    figures = attacked(
+        slm, tmp_path / "exact", Recipe(layer=1, clusters=12, random_groups=True), texts
+    ).figures
+    every = [f for f in figures if f.metric == "token_f1"]
+    assert [(f.silo, f.target) for f in every] == [
+        (silo, "12 layer-1 centroids") for silo in ("silo-1", "silo-2")
+    ]
+    for f in every:
+        assert f.measure.value > f.baseline + 0.2
+        assert f.control is not None
+        assert f.control < f.measure.value - 0.2
+    assert {f.attack for f in figures} <= {token_figures.NAME, token_figures.TEXTS}
+    book = attacked(slm, tmp_path / "noised", Recipe(layer=1, clusters=3, noise=0.5), texts)
+    assert not book.figures
+    assert any("this release is noised" in one.why for one in book.not_run)

@@ -8,7 +8,8 @@ import pytest
 
 from attacks.context import accounts, channels, utility
 from attacks.runs import Run
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run
 

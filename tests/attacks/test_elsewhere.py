@@ -110,7 +110,7 @@ def _layered(made: Path) -> None:
     """Means of an embedding layer's outputs at each position, in a file that states sizes, and one that does
     not."""
     slm = load_slm(str(made / "encoder"), ["a", "b"], max_length=12, train_embeddings=False, seed=0)
-    vectors, mask = embed(slm, [text for text, _ in ROWS[:60]], "embeddings")
+    vectors, mask = embed(slm, [text for text, _ in ROWS[:60]], 0)
     there = np.stack([mask[g == GROUPS].sum(0) for g in range(12)])
     means = np.stack([vectors[g == GROUPS].sum(0) for g in range(12)]) / np.maximum(there, 1)[..., None]
     sizes = np.full(12, 5.0)
@@ -290,7 +290,7 @@ def test_right_vectors_at_the_wrong_words_are_another_encoders(made: Path, tmp_p
         words[[*known, *rare]] = words[[*rare, *known]].clone()
     right = load_slm(str(mine), ["a", "b"], max_length=12, train_embeddings=False, seed=0)
     for name, slm in (("right", right), ("wrong", theirs)):
-        vectors, mask = embed(slm, [text for text, _ in ROWS[:60]], "embeddings")
+        vectors, mask = embed(slm, [text for text, _ in ROWS[:60]], 0)
         save_file({"vectors": vectors, "mask": mask.astype(np.float32)}, tmp_path / f"{name}.safetensors")
     blind = {"rows": None, "columns": Columns(), "max_length": None, "encoder": str(mine),
              "pool": made / "pool.csv"}  # fmt: skip

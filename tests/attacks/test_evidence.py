@@ -25,7 +25,8 @@ from attacks.evidence import Evidence, Scene, some_of
 from attacks.judgement import Book
 from attacks.runs import Run, Texts, pooled_vectors
 from attacks.vector_cache import VectorCache
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from securefl.training import head_probabilities
 from tests import tiny
 from tests.attacks.makerun import Recipe, corpus_of, make_run

@@ -16,8 +16,9 @@ from attacks.gradient_search import recover
 from attacks.gradient_span import OneStep, Reader, rouge, span_of
 from securefl.config import Lora
 from securefl.errors import SecureflError
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
 from securefl.release import Tensors
+from securefl.slm import Slm
 from tests import tiny
 
 LENGTH = 16

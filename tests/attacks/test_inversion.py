@@ -16,7 +16,8 @@ from attacks.membership import Vectors
 from attacks.token_scores import overlap
 from attacks.word_maps import Reader
 from securefl.errors import SecureflError
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from securefl.training import embed
 from tests import tiny
 from tests.attacks.synthetic import PLAIN, claim

@@ -28,9 +28,9 @@ from securefl.crosslm_worker import Arrival, CrossLmWorker
 from securefl.data import Rows, load_corpus
 from securefl.dp_terms import round_claim
 from securefl.errors import UsageError
-from securefl.models import Slm
 from securefl.privacy import noise_source
 from securefl.simulation import Simulation
+from securefl.slm import Slm
 from tests import tiny
 
 WORDS = tuple(

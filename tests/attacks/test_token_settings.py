@@ -24,7 +24,8 @@ from attacks.findings import Audit
 from attacks.vector_files import read_vectors
 from securefl.console import run_app
 from securefl.errors import DataError, ProtocolError, SecureflError, UsageError
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from securefl.training import embed
 from tests import tiny
 
@@ -68,7 +69,7 @@ def _release(folder: Path, slm: Slm, drawn: list[NDArray[np.float64]], **more: N
     """means.safetensors and rows.csv: weighted means of the first rows, group after group, by hand."""
     sizes = [len(one) for one in drawn]
     groups = np.repeat(np.arange(len(sizes)), sizes)
-    vectors, mask = embed(slm, OURS[: len(groups)], "embeddings")
+    vectors, mask = embed(slm, OURS[: len(groups)], 0)
     means, masks = np.zeros((len(sizes), LENGTH, vectors.shape[2])), np.zeros((len(sizes), LENGTH))
     for c, one in enumerate(drawn):
         behind = np.flatnonzero(groups == c)

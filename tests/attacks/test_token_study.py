@@ -12,8 +12,8 @@ from attacks import dictionary, layer_tokens, token_scores, tokens
 from attacks.adversary import NotEnough
 from attacks.assembly import NGrams
 from attacks.token_study import layer_recall, recall_grid
-from securefl.errors import ModelError
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from securefl.training import embed
 from tests import tiny
 from tests.attacks.centroids import LENGTH, exact_target, noisy_target, prior_of, texts_of, truth_of
@@ -26,7 +26,7 @@ def slm(tmp_path_factory: pytest.TempPathFactory) -> Slm:
 
 
 def layer_target(slm: Slm, texts: list[str], k: int, layer: int) -> tokens.Target:
-    (vectors,), mask = layer_tokens.layer_outputs(slm, texts, [layer])
+    vectors, mask = embed(slm, texts, layer)
     q, shape = len(texts) // k, vectors.shape[1:]
     there = mask.reshape(q, k, -1).sum(1)
     means = vectors.reshape(q, k, *shape).sum(1) / np.maximum(there, 1)[..., None]
@@ -34,22 +34,10 @@ def layer_target(slm: Slm, texts: list[str], k: int, layer: int) -> tokens.Targe
     return replace(base, centroids=means.astype(np.float32))
 
 
-def test_the_layers_of_a_model_are_what_it_computes(slm: Slm) -> None:
-    texts = texts_of(5, seed=1)
-    (first, last), mask = layer_tokens.layer_outputs(slm, texts, [0, 2], batch_size=2)
-    vectors, there = embed(slm, texts, "embeddings")
-    np.testing.assert_allclose(first, vectors, atol=1e-5)
-    np.testing.assert_array_equal(mask, there)
-    pooled = last.sum(1) / mask.sum(1)[:, None]
-    np.testing.assert_allclose(pooled, embed(slm, texts, "pooled"), atol=1e-4)
-    with pytest.raises(ModelError):
-        layer_tokens.layer_outputs(slm, texts, [3])
-
-
 @pytest.mark.parametrize(("layer", "k", "least"), [(0, 4, 0.98), (1, 1, 0.95), (2, 1, 0.5), (1, 4, 0.5)])
 def test_a_layer_learnt_from_other_text_is_read(slm: Slm, layer: int, k: int, least: float) -> None:
     texts, auxiliary = texts_of(12 * k, seed=40), texts_of(400, seed=41)
-    (vectors,), mask = layer_tokens.layer_outputs(slm, auxiliary, [layer])
+    vectors, mask = embed(slm, auxiliary, layer)
     learnt, prior = layer_tokens.learn(slm, auxiliary, vectors, mask), prior_of(slm, auxiliary)
     target, truth = layer_target(slm, texts, k, layer), truth_of(slm, texts, k)
     read = layer_tokens.recover_layer(slm, target, prior, auxiliary, learnt).tokens
@@ -71,9 +59,9 @@ def test_a_layer_learnt_from_other_text_is_read(slm: Slm, layer: int, k: int, le
 def test_scatter_is_one_in_the_learnt_axes(slm: Slm) -> None:
     """Vectors of texts that were not learnt from lie around their tokens with the identity as covariance."""
     auxiliary, texts = texts_of(600, seed=42), texts_of(300, seed=43)
-    (vectors,), mask = layer_tokens.layer_outputs(slm, auxiliary, [1])
+    vectors, mask = embed(slm, auxiliary, 1)
     learnt = layer_tokens.learn(slm, auxiliary, vectors, mask)
-    (own,), there = layer_tokens.layer_outputs(slm, texts, [1])
+    own, there = embed(slm, texts, 1)
     ids = dictionary.token_ids(slm, texts)
     off = []
     for s in range(1, 4):
@@ -86,7 +74,7 @@ def test_scatter_is_one_in_the_learnt_axes(slm: Slm) -> None:
 
 def test_what_a_layer_cannot_be_learnt_from_is_refused(slm: Slm) -> None:
     auxiliary = texts_of(100, seed=44)
-    (vectors,), mask = layer_tokens.layer_outputs(slm, auxiliary, [1])
+    vectors, mask = embed(slm, auxiliary, 1)
     with pytest.raises(NotEnough):
         layer_tokens.learn(slm, auxiliary[:20], vectors[:20], mask[:20])
     learnt = layer_tokens.learn(slm, auxiliary, vectors, mask)

@@ -12,7 +12,8 @@ import torch
 from attacks import dictionary, moved_table, token_rounds, token_scores, token_sizes, tokens, weighted_tokens
 from attacks.adversary import NotEnough
 from securefl.errors import SecureflError
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from securefl.training import embed
 from tests import tiny
 from tests.attacks.centroids import LENGTH, exact_target, noisy_target, prior_of, texts_of, truth_of
@@ -77,7 +78,7 @@ def weighted(
     slm: Slm, texts: list[str], weights: list[np.ndarray], seed: int
 ) -> weighted_tokens.WeightedTarget:
     """Weighted means of consecutive texts, computed in float64; the weights are handed over shuffled."""
-    vectors, mask = embed(slm, texts, "embeddings")
+    vectors, mask = embed(slm, texts, 0)
     rng, start, means, masks = np.random.default_rng(seed), 0, [], []
     for one in weights:
         rows = slice(start, start + len(one))

@@ -13,7 +13,8 @@ from attacks.adversary import NotEnough
 from attacks.assembly import NGrams
 from attacks.dictionary import token_ids, vocabulary_size
 from attacks.token_variations import Study
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.centroids import LENGTH, texts_of
 

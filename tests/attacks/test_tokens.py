@@ -11,7 +11,8 @@ import torch
 
 from attacks import dictionary, token_scores, tokens
 from attacks.pursuit import Problem, solve
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from tests import tiny
 from tests.attacks.centroids import LENGTH, exact_target, noisy_target, prior_of, texts_of, truth_of
 from tests.attacks.reference_pursuit import pursue

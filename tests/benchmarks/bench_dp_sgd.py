@@ -25,7 +25,8 @@ from torch import Tensor
 from securefl.config import Lora
 from securefl.gaussian import add_gaussian
 from securefl.gradients import Engine, clipped_sum
-from securefl.models import Slm, load_slm
+from securefl.models import load_slm
+from securefl.slm import Slm
 from tests.benchmarks.memory import resident
 
 ROWS, TOKENS = 32, 48

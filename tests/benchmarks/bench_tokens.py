@@ -35,7 +35,7 @@ def test_tokens_of_eight_centroids(benchmark: BenchmarkFixture) -> None:
     # Rows of one source are in an order of their own: every 19th is from all over.
     texts = [document.text for document in load_builtin("builtin:rotten-tomatoes")][::19]
     members, auxiliary = texts[: CENTROIDS * SIZE], texts[CENTROIDS * SIZE :][:400]
-    vectors, mask = embed(slm, members, "embeddings")
+    vectors, mask = embed(slm, members, 0)
     means, _ = compose(vectors, mask, np.full((len(members), 2), 0.5), np.arange(len(members)) // SIZE, SIZE)
     assert means.mask is not None
     target = tokens.Target(means.vectors, means.mask, means.sizes, NonPrivate(reason="a benchmark"))
