@@ -32,6 +32,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from securefl.data_terms import PAIR
 from securefl.errors import DataError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -47,7 +48,7 @@ _Record = tuple[int, tuple[Any, ...]]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Table:
-    """A source as read; all of length n, `groups` and `units` empty where no such column was asked for.
+    """A source as read; all of length n, the last two and `groups` empty where no such column was asked for.
 
     places: where a row stands ("line 7"), for messages.
     """
@@ -59,6 +60,7 @@ class Table:
     groups: Sequence[str]
     places: Sequence[str]
     units: Sequence[str] = ()
+    languages: Sequence[str] = ()
 
 
 def shown(value: str) -> str:
@@ -69,25 +71,39 @@ def shown(value: str) -> str:
     return f'"{value}"' if len(value) <= _SHOWN and value.isprintable() else f"({len(value)} characters)"
 
 
-def read_table(path: Path, text: str, label: str, group: str | None = None, unit: str | None = None) -> Table:
-    """Read the columns `text`, `label` and, if given, `group` (the silo of a row) and `unit` (whose it is).
+def read_table(
+    path: Path,
+    text: str,
+    label: str,
+    group: str | None = None,
+    unit: str | None = None,
+    *,
+    pair: str | None = None,
+    language: str | None = None,
+) -> Table:
+    """Read the columns `text`, `label` and, if given, `group` (the silo of a row), `unit` (whose it is),
+    `pair` (a second text) and `language`.
 
-    Texts come out exactly as written. Labels and silo values are strings: "1" stays "1", "NA" stays "NA"; an
-    integer of JSONL or Parquet is its digits, a boolean "true" or "false". A row's id is the file's stem and
-    the row's 1-based number ("train:17"). Raises DataError.
+    Texts come out exactly as written, the two of a pair with `PAIR` between them. Labels and silo values are
+    strings: "1" stays "1", "NA" stays "NA"; an integer of JSONL or Parquet is its digits, a boolean "true" or
+    "false". A row's id is the file's stem and the row's 1-based number ("train:17"). Raises DataError.
     """
     if text == label:
         raise DataError(f'data.text and data.label both name the column "{text}"; they must differ')
-    if unit in (text, label):
+    if pair in (text, label):
+        raise DataError(f'data.pair names the column "{pair}", which holds the first text or the label')
+    if unit is not None and unit in (text, label, pair):
         raise DataError(f'data.unit names the column "{unit}", which holds texts or labels; name another')
-    columns = tuple(column for column in (text, label, group, unit) if column is not None)
-    counted, records = _records(path, columns)
+    asked = {"text": text, "pair": pair, "label": label, "group": group, "unit": unit, "language": language}
+    at = {what: column for what, column in asked.items() if column is not None}
+    columns, texts = tuple(at.values()), 1 if pair is None else 2
+    counted, records = _records(path, columns, texts)
     places: list[str] = []
-    rows: list[tuple[str, ...]] = []
+    rows: list[dict[str, str]] = []
     for number, values in records:
         place = f"{counted} {number}"
-        row = _checked(values, columns, f"{path}: {place}")
-        if unit is not None and row[-1] != row[-1].strip():
+        row = dict(zip(at, _checked(values, columns, f"{path}: {place}", texts), strict=True))
+        if unit is not None and row["unit"] != row["unit"].strip():
             raise DataError(
                 f'{path}: {place}: column "{unit}" has white space around its value, which would make it '
                 "another unit of privacy; remove it"
@@ -99,32 +115,39 @@ def read_table(path: Path, text: str, label: str, group: str | None = None, unit
     return Table(
         name=str(path),
         ids=[f"{path.stem}:{row}" for row in range(1, len(rows) + 1)],
-        texts=[row[0] for row in rows],
-        labels=[row[1] for row in rows],
-        groups=[row[2] for row in rows] if group is not None else (),
+        texts=[row["text"] if pair is None else row["text"] + PAIR + row["pair"] for row in rows],
+        labels=[row["label"] for row in rows],
+        groups=[row["group"] for row in rows] if group is not None else (),
         places=places,
-        units=[row[-1] for row in rows] if unit is not None else (),
+        units=[row["unit"] for row in rows] if unit is not None else (),
+        languages=[row["language"] for row in rows] if language is not None else (),
     )
 
 
-def read_texts(path: Path, column: str) -> list[str]:
-    """The texts of one column of a data file, in its order, checked as `read_table` checks them."""
-    unit, records = _records(path, (column,))
-    texts = [_checked(values, (column,), f"{path}: {unit} {number}")[0] for number, values in records]
+def read_texts(path: Path, column: str, pair: str | None = None) -> list[str]:
+    """The texts of one column of a data file (of two, as pairs), in its order, checked as by `read_table`."""
+    columns = (column,) if pair is None else (column, pair)
+    if len(set(columns)) < len(columns):
+        raise DataError(f'the column "{column}" cannot hold both texts of a pair; name another')
+    unit, records = _records(path, columns, len(columns))
+    texts = [
+        PAIR.join(_checked(values, columns, f"{path}: {unit} {number}", len(columns)))
+        for number, values in records
+    ]
     if not texts:
         raise DataError(f"{path}: has no rows; add some below the header")
     return texts
 
 
-def _checked(values: tuple[Any, ...], columns: tuple[str, ...], place: str) -> tuple[str, ...]:
-    """The values as strings: text first, then label, silo value and unit."""
+def _checked(values: tuple[Any, ...], columns: tuple[str, ...], place: str, texts: int) -> tuple[str, ...]:
+    """The values as strings, of which the first `texts` are texts."""
     fields: list[str] = []
     for position, (value, column) in enumerate(zip(values, columns, strict=True)):
-        field = value if isinstance(value, str) else None if position == 0 else _label(value)
+        field = value if isinstance(value, str) else None if position < texts else _label(value)
         if value is None:
             raise DataError(f'{place}: column "{column}" is null; fill it or remove the row')
         if field is None:
-            kind = "a string" if position == 0 else "a string, an integer or a boolean"
+            kind = "a string" if position < texts else "a string, an integer or a boolean"
             raise DataError(f'{place}: column "{column}" is not {kind}; convert it')
         if not field.strip():
             raise DataError(f'{place}: column "{column}" is empty; fill it or remove the row')
@@ -132,6 +155,10 @@ def _checked(values: tuple[Any, ...], columns: tuple[str, ...], place: str) -> t
         if _HALF.search(field):
             raise DataError(
                 f'{place}: column "{column}" holds half a surrogate pair; write the whole character'
+            )
+        if PAIR in field:
+            raise DataError(
+                f'{place}: column "{column}" holds the character U+FDD0, which no text may; remove it'
             )
         fields.append(field)
     return tuple(fields)
@@ -146,8 +173,8 @@ def _label(value: Any) -> str | None:
     return str(value) if isinstance(value, int) else None
 
 
-def _records(path: Path, columns: tuple[str, ...]) -> tuple[str, Iterable[_Record]]:
-    """The unit in which the format counts, and its records."""
+def _records(path: Path, columns: tuple[str, ...], texts: int) -> tuple[str, Iterable[_Record]]:
+    """The unit in which the format counts, and its records. texts: how many of the columns hold texts."""
     suffix = path.suffix.lower()
     try:
         mode = path.stat().st_mode
@@ -164,7 +191,7 @@ def _records(path: Path, columns: tuple[str, ...]) -> tuple[str, Iterable[_Recor
     if suffix not in SUFFIXES:
         raise DataError(f'{path}: the suffix "{suffix}" is unknown; use one of {", ".join(SUFFIXES)}')
     if suffix == ".parquet":
-        return "row", _parquet(path, columns)
+        return "row", _parquet(path, columns, texts)
     content = _decode(path)
     if suffix == ".jsonl":
         return "line", _jsonl(path, content, columns)
@@ -201,7 +228,7 @@ def _positions(path: Path, present: Sequence[str], columns: tuple[str, ...]) -> 
     for column in columns:
         if column not in present:
             raise DataError(
-                f'{path}: has no column "{column}" (data.text, data.label, data.unit, data.split); '
+                f'{path}: has no column "{column}" (data.text, pair, label, unit, language or split); '
                 f"it has {_listed(present)}"
             )
     counts = Counter(present)
@@ -295,7 +322,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _parquet(path: Path, columns: tuple[str, ...]) -> Iterator[_Record]:
+def _parquet(path: Path, columns: tuple[str, ...], texts: int) -> Iterator[_Record]:
     # The library's own messages may quote values.
     table = None
     with suppress(pa.ArrowException, OSError, ValueError, KeyError), pq.ParquetFile(path) as file:
@@ -303,7 +330,7 @@ def _parquet(path: Path, columns: tuple[str, ...]) -> Iterator[_Record]:
         _positions(path, schema.names, columns)
         for position, column in enumerate(columns):
             if not _plain(schema.field(column).type):
-                kind = "a string" if position == 0 else "a string, an integer or a boolean"
+                kind = "a string" if position < texts else "a string, an integer or a boolean"
                 raise DataError(f'{path}: column "{column}" is not {kind}; convert it')
         table = file.read(columns=list(columns))
     if table is None:

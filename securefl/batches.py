@@ -22,8 +22,7 @@ def padded_lengths(slm: Slm, texts: Sequence[str]) -> NDArray[np.int64]:
     """(n,) tokens of each text, rounded up to a multiple of 16 or to `max_length`."""
     if not len(texts):
         return np.zeros(0, np.int64)
-    ids = slm.tokenizer(list(texts), truncation=True, max_length=slm.max_length)["input_ids"]
-    found = np.array([max(1, len(one)) for one in ids], np.int64)
+    found = np.array(slm.lengths(texts), np.int64)
     return np.asarray(np.minimum(-(-found // _STEP) * _STEP, slm.max_length))
 
 

@@ -201,9 +201,10 @@ def predict(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSONL or Parquet.")],
     out: Annotated[Path, typer.Option(help="JSONL file for the labels.")],
     text: Annotated[str, typer.Option(help="Column with the text.")] = "text",
+    pair: Annotated[str | None, typer.Option(help="Column with the second text, of a task on pairs.")] = None,
 ) -> None:
     """Classify the texts of a file."""
     from securefl.trained import predict_file
 
-    rows = predict_file(model, file, check_out(out, file=True), text)
+    rows = predict_file(model, file, check_out(out, file=True), text, pair)
     OUT.print(f"{rows} rows classified: {shown(out)}")

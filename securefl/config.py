@@ -296,6 +296,11 @@ def parse_config(document: dict[str, Any], name: str = "configuration") -> Confi
             f"{name}: privacy.models: noise is shared out among the silos of a masked sum; it needs a method "
             'that averages models and protection.models = "masked"'
         )
+    if config.data.pair is not None and config.federation.method in ARRIVING:
+        raise ConfigError(
+            f"{name}: data.pair: the language model of {config.federation.method} writes single texts; use "
+            "an averaging method, or leave data.pair out"
+        )
     _refuse_contradictions(config, name)
     if len(config.slm.models) > 1 and config.federation.method in AVERAGING:
         raise ConfigError(

@@ -38,19 +38,23 @@ _TRAIN, _TEST, _POOL, _SPLIT, _VALIDATION = range(5)
 class Rows:
     """Labelled texts. ids, texts: length n; labels: (n,) int64, indices into `Corpus.labels`.
 
-    units: length n, whose each row is; empty where every row is a unit of privacy by itself.
+    units: length n, whose each row is; empty where every row is a unit of privacy by itself. languages:
+    length n, or empty where `data.language` is not set. Two texts of a pair are one, with `PAIR` between.
     """
 
     ids: tuple[str, ...]
     texts: tuple[str, ...]
     labels: NDArray[np.int64]
     units: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.texts) == len(self.labels):
             raise ValueError("ids, texts and labels differ in length")
         if self.units and len(self.units) != len(self.ids):
             raise ValueError("not every row has a unit")
+        if self.languages and len(self.languages) != len(self.ids):
+            raise ValueError("not every row has a language")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -67,6 +71,7 @@ class Rows:
             tuple(self.texts[i] for i in where),
             self.labels[picked],
             tuple(self.units[i] for i in where) if self.units else (),
+            tuple(self.languages[i] for i in where) if self.languages else (),
         )
 
     def by_unit(self) -> list[NDArray[np.int64]]:
@@ -382,7 +387,7 @@ def _encode(table: Table, labels: tuple[str, ...], where: str) -> Rows:
                 "remove the row or add the label there"
             )
     encoded = np.array([index[label] for label in table.labels], dtype=np.int64)
-    return Rows(tuple(table.ids), tuple(table.texts), encoded, tuple(table.units))
+    return Rows(tuple(table.ids), tuple(table.texts), encoded, tuple(table.units), tuple(table.languages))
 
 
 def _read(data: Data) -> tuple[Table, Table]:
@@ -403,9 +408,13 @@ def _read(data: Data) -> tuple[Table, Table]:
 
 def _load(source: str, config: Data, group: str | None, *, test: bool) -> Table:
     if not source.startswith(PREFIX):
-        return read_table(Path(source), config.text, config.label, group, config.unit)
-    if config.unit is not None:
-        raise DataError(f'{source}: has no column "{config.unit}", so data.unit cannot name it; leave it out')
+        return read_table(
+            Path(source), config.text, config.label, group, config.unit,
+            pair=config.pair, language=config.language,
+        )  # fmt: skip
+    for key, column in (("unit", config.unit), ("pair", config.pair), ("language", config.language)):
+        if column is not None:
+            raise DataError(f'{source}: has no column "{column}", so data.{key} cannot name it; leave it out')
     if group is not None:
         raise DataError(f'{source}: has no column "{group}"; set data.split.by to "dirichlet"')
     documents = [d for d in unique(load_builtin(source)) if in_test_part(d.text) == test]

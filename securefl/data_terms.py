@@ -12,6 +12,9 @@ from pydantic import Field, field_validator, model_validator
 from securefl.privacy_terms import MOST_ROWS, Section
 from securefl.release import ROW, UNIT
 
+# Between the two texts of a row: a noncharacter, which Unicode keeps for use inside a program.
+PAIR = "\ufdd0"
+
 
 class DirichletSplit(Section):
     by: Literal["dirichlet"] = "dirichlet"
@@ -58,7 +61,17 @@ class Data(Section):
         description="All labels of the federation, sorted; required for a client, whose rows may lack some.",
     )
     text: str = Field("text", description="Column with the text.")
+    pair: str | None = Field(
+        None,
+        description="Column with a second text, for tasks on pairs such as paraphrases; the model reads both "
+        "as its tokenizer joins them.",
+    )
     label: str = Field("label", description="Column with the label.")
+    language: str | None = Field(
+        None,
+        description="Column with the language of a row, or another group: accuracy and macro-F1 on the test "
+        "rows are then also reported for each of its values.",
+    )
     train_rows: int | None = Field(
         None, ge=4, le=MOST_ROWS, description="Use this many rows, drawn by the seed."
     )

@@ -131,9 +131,14 @@ def starting_slm(name: str, labels: Sequence[str], config: Config) -> Slm:
         seed=derive_seed(config.federation.seed, "head"),
         lora=config.slm.lora,
     )
+    require_composed(slm, config)
+    return slm
+
+
+def require_composed(slm: Slm, config: Config) -> None:
+    """Raises ModelError where FedKC is to compose at a layer that the encoder does not have."""
     if config.federation.method == "fedkc" and config.fedkc.layer is not None:
         slm.require_layer(config.fedkc.layer)
-    return slm
 
 
 def derive_seed(*parts: object) -> int:

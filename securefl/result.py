@@ -99,11 +99,23 @@ class SumRow(_Row):
     sha256: str
 
 
+class LanguageRow(_Row):
+    """Test rows of one language. baseline_accuracy: as in `ClientRow`. train_rows: of it, over all silos."""
+
+    rows: Count
+    accuracy: Share
+    interval: Annotated[tuple[Share, Share], AfterValidator(_ordered)]
+    macro_f1: Share
+    baseline_accuracy: Share
+    train_rows: Count
+
+
 class ClientRow(_Row):
     """One silo. Accuracies lie in [0, 1] with a 95 % Wilson interval over the test rows.
 
     baseline_accuracy: the silo's own model after the same number of local passes, nothing exchanged and no
-    noise. training: the claim on all its trainings by DP-SGD together.
+    noise. training: the claim on all its trainings by DP-SGD together. test_macro_f1: mean over the labels of
+    the test rows. languages: where `data.language` is set, the figures on the test rows of each.
     epsilon: composed over the releases, or None where a release has no finite one (`no_finite_epsilon`
     says why) or nothing left.
     """
@@ -116,6 +128,8 @@ class ClientRow(_Row):
     test_accuracy: Share
     test_interval: Annotated[tuple[Share, Share], AfterValidator(_ordered)]
     baseline_accuracy: Share
+    test_macro_f1: Share | None = None
+    languages: dict[str, LanguageRow] = {}
     epsilon: Positive | None
     private_epsilon: Positive | None
     delta: Share | None

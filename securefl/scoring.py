@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
+from sklearn.metrics import f1_score
 
 from securefl.result import Difference
 
@@ -18,6 +19,15 @@ def wilson(right: NDArray[np.bool_]) -> tuple[float, float]:
     """95 % Wilson interval of an accuracy from its (n,) answers."""
     interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="wilson")
     return float(interval.low), float(interval.high)
+
+
+def macro_f1(said: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
+    """Mean over the labels that occur in `truth` (n,) of the F1 of `said` (n,) for that label.
+
+    2 TP / (2 TP + FP + FN); a label that nobody has and nobody says does not count.
+    """
+    labels = np.unique(truth)
+    return float(f1_score(truth, said, labels=labels, average="macro", zero_division=0.0))
 
 
 def paired_difference(method: NDArray[np.bool_], baseline: NDArray[np.bool_], seed: int) -> Difference:

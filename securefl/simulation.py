@@ -12,6 +12,7 @@ import resource
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +36,8 @@ from securefl.methods.averaging import sgd_step
 from securefl.model_card import model_card
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder, ledger_facts, link_duplicates
-from securefl.result import ClientRow, Result, RoundRow, ServerRow, SumRow, versions
-from securefl.scoring import paired_difference, wilson
+from securefl.result import ClientRow, LanguageRow, Result, RoundRow, ServerRow, SumRow, versions
+from securefl.scoring import macro_f1, paired_difference, wilson
 from securefl.simulated_lanes import (
     ARRIVAL_UNITS,
     EVALUATION_UNITS,
@@ -297,7 +298,8 @@ class Simulation:
         started: float,
     ) -> Result:
         test = self.corpus.test
-        right = {name: self.workbench.answers(client.slm, test) for name, client in self.clients.items()}
+        said = {name: self.workbench.said(client.slm, test) for name, client in self.clients.items()}
+        right = {name: np.asarray(found == test.labels) for name, found in said.items()}
         base = {name: self.workbench.answers(slm, test) for name, slm in alone.items()}
         method, seed = self.config.federation.method, self.config.federation.seed
         self.answers = np.stack(list(right.values()))
@@ -312,9 +314,7 @@ class Simulation:
             config=self.config.model_dump(mode="json"),
             rounds=rounds,
             clients=[
-                self._client_row(
-                    client, right[name], float(base[name].mean()), transport.bytes_up.get(name, 0)
-                )
+                self._client_row(client, said[name], base[name], transport.bytes_up.get(name, 0))
                 for name, client in self.clients.items()
             ],
             server=server,
@@ -329,8 +329,10 @@ class Simulation:
             versions=versions(LIBRARIES),
         )
 
-    def _client_row(self, client: Client, right: NDArray[np.bool_], baseline: float, sent: int) -> ClientRow:
-        name = client.identity.name
+    def _client_row(
+        self, client: Client, said: NDArray[np.int64], base: NDArray[np.bool_], sent: int
+    ) -> ClientRow:
+        name, right = client.identity.name, said == self.corpus.test.labels
         labels = self.corpus.labels
         counts = np.bincount(client.data.train.labels, minlength=len(labels))
         return ClientRow(
@@ -341,12 +343,32 @@ class Simulation:
             labels={label: int(count) for label, count in zip(labels, counts, strict=True)},
             test_accuracy=float(right.mean()),
             test_interval=wilson(right),
-            baseline_accuracy=baseline,
+            baseline_accuracy=float(base.mean()),
+            test_macro_f1=macro_f1(said, self.corpus.test.labels),
+            languages=self._languages(said, base),
             **ledger_facts(client.ledger, self.folder.path / "releases" / name),
             training=self._training,
             bytes_up=sent,
             kept_candidate=client.kept_candidate,
         )
+
+    def _languages(self, said: NDArray[np.int64], base: NDArray[np.bool_]) -> dict[str, LanguageRow]:
+        """A model's figures on the test rows of each language; base: the answers of its baseline."""
+        test, found = self.corpus.test, {}
+        trained = Counter(language for rows in self.corpus.train.values() for language in rows.languages)
+        spoken = np.array(test.languages, object)
+        for language in sorted(set(test.languages)):
+            rows = np.flatnonzero(spoken == language)
+            right = said[rows] == test.labels[rows]
+            found[language] = LanguageRow(
+                rows=len(rows),
+                accuracy=float(right.mean()),
+                interval=wilson(right),
+                macro_f1=macro_f1(said[rows], test.labels[rows]),
+                baseline_accuracy=float(base[rows].mean()),
+                train_rows=trained[language],
+            )
+        return found
 
     def _write_models(self, result: Result) -> None:
         for row in result.clients:

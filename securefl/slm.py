@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from securefl._adapter import add_adapter, merged
 from securefl._model_files import appearing, quiet
 from securefl.config import Lora
+from securefl.data_terms import PAIR
 from securefl.errors import ModelError
 from securefl.release import Tensors, check_tensors
 
@@ -107,8 +108,9 @@ class Slm(nn.Module):
     def tokenize(self, texts: Sequence[str], length: int | None = None) -> dict[str, Tensor]:
         """input_ids and attention_mask (B, S) int64, padded to the longest and cut at `max_length` tokens.
 
-        length: to pad to instead, no less than the longest. A text without any token (an empty one, where the
-        tokenizer adds none of its own) is one end-of-text.
+        length: to pad to instead, no less than the longest. The two texts of a pair (`data_terms.PAIR`
+        between them) are joined as the tokenizer does it, and the longer one is cut first. A text without
+        any token (an empty one, where the tokenizer adds none of its own) is one end-of-text.
         """
         encoded = self._encode(texts, length)
         empty = encoded["attention_mask"].sum(1) == 0
@@ -119,14 +121,37 @@ class Slm(nn.Module):
         return {k: v.to(self.device) for k, v in encoded.items() if k in self._arguments}
 
     def _encode(self, texts: Sequence[str], length: int | None) -> Mapping[str, Tensor]:
-        encoded: Mapping[str, Tensor] = self.tokenizer(
-            list(texts),
-            padding=True if length is None else "max_length",
-            truncation=True,
-            max_length=self.max_length if length is None else length,
-            return_tensors="pt",
-        )
-        return encoded
+        paired = np.array([PAIR in text for text in texts], bool)
+        if length is None and paired.any() and not paired.all():
+            length = max(self.lengths(texts))  # one for both kinds
+        found: dict[str, Tensor] = {}
+        for chosen in filter(len, (np.flatnonzero(~paired), np.flatnonzero(paired))):
+            encoded = self._tokenized(
+                [texts[i] for i in chosen.tolist()],
+                padding=True if length is None else "max_length",
+                max_length=self.max_length if length is None else length,
+                return_tensors="pt",
+            )
+            for name, rows in encoded.items():
+                found.setdefault(name, rows.new_zeros((len(texts), rows.shape[1])))[chosen] = rows
+        return found
+
+    def _tokenized(self, texts: Sequence[str], **terms: Any) -> Mapping[str, Any]:
+        """The tokenizer's answer on single texts, or on pairs: of each the same number of parts."""
+        parts = map(list, zip(*(text.split(PAIR, 1) for text in texts), strict=True))
+        answer: Mapping[str, Any] = self.tokenizer(*parts, truncation=True, **terms)
+        return answer
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens `tokenize` gives each text, at least 1."""
+        found = [0] * len(texts)
+        for pair in (False, True):
+            chosen = [i for i, text in enumerate(texts) if (PAIR in text) is pair]
+            if chosen:
+                ids = self._tokenized([texts[i] for i in chosen], max_length=self.max_length)["input_ids"]
+                for i, one in zip(chosen, ids, strict=True):
+                    found[i] = max(1, len(one))
+        return found
 
     def _positions(self, shape: torch.Size) -> dict[str, Tensor]:
         """Explicit position ids where the encoder counts from 0; RoBERTa makes its own, past the padding."""

@@ -47,16 +47,17 @@ def _check_plain(folder: Path) -> None:
             raise ModelError(f"{path}: is a link or a device, which is not copied; a run writes none")
 
 
-def predict_file(model: Path, source: Path, out: Path, text: str = "text") -> int:
+def predict_file(model: Path, source: Path, out: Path, text: str = "text", pair: str | None = None) -> int:
     """Classify the texts of a data file into JSONL: {"row", "label", "probabilities"} a line, no text.
 
-    Rows are numbered from 1 in the order of the file. Returns how many there were.
+    pair: column with the second text, for a model that was trained on pairs. Rows are numbered from 1 in the
+    order of the file. Returns how many there were.
     """
     if out.is_dir():
         raise UsageError(f"{out}: is a folder; name a file for the predictions")
     if out.exists() and source.exists() and out.samefile(source):
         raise UsageError(f"{out}: is the file to classify; name another for the predictions")
-    texts = read_texts(source, text)
+    texts = read_texts(source, text, pair)
     slm = load_trained(model)
     chances_of_rows = probabilities(slm, texts)
     if not np.isfinite(chances_of_rows).all():

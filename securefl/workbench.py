@@ -22,7 +22,7 @@ from securefl.data import Rows
 from securefl.dp_terms import training_mechanism
 from securefl.errors import ProtocolError, SecureflError
 from securefl.files import write_atomic
-from securefl.local import starting_slm, train_locally
+from securefl.local import require_composed, starting_slm, train_locally
 from securefl.methods.fedkc import Knowledge
 from securefl.models import base_fingerprint
 from securefl.privacy import Noise
@@ -39,7 +39,7 @@ class Workbench:
     """
 
     _loaded: dict[str, tuple[Slm, str]] = field(default_factory=dict)
-    _answers: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+    _said: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
     def slm(self, name: str, labels: tuple[str, ...], config: Config) -> tuple[Slm, str]:
         """A fresh copy of a checkpoint with the run's initial head, and the hash of its files."""
@@ -50,16 +50,21 @@ class Workbench:
             model = starting_slm(name, labels, config)
             self._loaded[key] = (model, base_fingerprint(name))
         model, base = self._loaded[key]
+        require_composed(model, config)
         return copy.deepcopy(model), base
 
     def answers(self, slm: Slm, rows: Rows) -> NDArray[np.bool_]:
         """(n,) whether the model is right on each test row."""
+        return np.asarray(self.said(slm, rows) == rows.labels)
+
+    def said(self, slm: Slm, rows: Rows) -> NDArray[np.int64]:
+        """(n,) the label that the model finds likeliest for each test row."""
         key = hashlib.sha256(
             repr((slm.name, slm.lora, fingerprint(slm.state()), rows.ids)).encode()
         ).hexdigest()
-        if key not in self._answers:
-            self._answers[key] = probabilities(slm, rows.texts).argmax(axis=1) == rows.labels
-        return self._answers[key]
+        if key not in self._said:
+            self._said[key] = probabilities(slm, rows.texts).argmax(axis=1)
+        return self._said[key]
 
 
 def _digest_rows(rows: Rows) -> str:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel
 
 from securefl import models
+from securefl.data_terms import PAIR
 from securefl.errors import ModelError, NonFiniteUpdate, WrongShape
 from securefl.models import load_llm, load_slm, load_trained
 from securefl.slm import Slm, usage_snippet
@@ -148,6 +149,27 @@ def test_the_encoder_runs_from_every_layer(folder: Path) -> None:
 
 def test_padding_changes_nothing(folder: Path) -> None:
     check_padding_changes_nothing(load(folder))
+
+
+def test_pairs_are_joined_as_the_tokenizer_does(folder: Path) -> None:
+    slm = load(folder, max_length=12)
+    pairs = [("the goal of the team", "bank"), ("a film", "a new show and people said it is good")]
+    joined = [PAIR.join(pair) for pair in pairs]
+    texts = [joined[0], "bank", *joined[1:], ""]
+    batch = slm.tokenize(texts)
+    plain = slm.tokenizer
+    for place, pair in zip((0, 2), pairs, strict=True):
+        ids = plain(*pair, truncation=True, max_length=12)["input_ids"]
+        real = batch["attention_mask"][place].bool()
+        assert batch["input_ids"][place][real].tolist() == ids
+    single = batch["input_ids"][1][batch["attention_mask"][1].bool()].tolist()
+    assert single == plain("bank")["input_ids"]
+    assert slm.lengths(texts) == batch["attention_mask"].sum(1).clamp(min=1).tolist()
+    assert int(batch["attention_mask"].sum(1).max()) == 12  # the long one was cut
+    with torch.no_grad():
+        together = slm(batch)
+        for place, text in enumerate(texts):
+            assert (slm(slm.tokenize([text])) - together[place]).abs().max() < 1e-5
 
 
 def test_saved_folder_in_plain_transformers(folder: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn.metrics import f1_score
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from securefl.config import PERMIT_EMBEDDINGS, Config
@@ -27,6 +28,7 @@ from securefl.models import load_trained
 from securefl.release import READABLE, SUMMED, decode_release
 from securefl.result import Result
 from securefl.simulation import Simulation, work_units
+from securefl.trained import predict_file
 from securefl.training import embed, probabilities
 from tests import tiny
 from tests.federation import tiny_config
@@ -83,7 +85,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def config_for(name: str, encoder: Path, llm: Path, data: Path, **more: dict[str, Any]) -> Config:
+def config_for(name: str, encoder: Path, llm: Path, data: Path, /, **more: dict[str, Any]) -> Config:
     changes = {section: dict(fields) for section, fields in METHODS[name].items()}
     changes["crosslm"] = {
         "llm": str(llm),
@@ -398,6 +400,68 @@ def test_composition_of_weight_0_is_fedavg_to_the_bit(
     for other in weights[1:]:
         assert other.keys() == weights[0].keys()
         assert all(torch.equal(other[key], weights[0][key]) for key in other)
+
+
+def make_multilingual(folder: Path) -> tuple[Path, Path]:
+    """Pairs in three languages, one of them only in the test: label 1 where both texts are of one topic."""
+    rng = np.random.default_rng(0)
+    topics = list(tiny.label_words(("a", "b")).values())
+
+    def row(language: str) -> tuple[str, str, str, str]:
+        first, second = rng.integers(2, size=2)
+        one, two = (" ".join(rng.choice(topics[t], 5)) for t in (first, second))
+        return one, two, str(int(first == second)), language
+
+    for name, languages in (
+        ("train", ["en"] * 60 + ["de"] * 30),
+        ("test", ["en"] * 20 + ["de"] * 20 + ["ko"] * 10),
+    ):
+        lines = ["\t".join(("sentence1", "sentence2", "same", "lang"))]
+        lines += ["\t".join(row(language)) for language in languages]
+        (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder / "train.tsv", folder / "test.tsv"
+
+
+def test_pairs_in_silos_by_language(tiny_encoder: Path, tiny_llm: Path, tmp_path: Path) -> None:
+    """A silo a language, figures for each language of the test rows, one of which nobody trained on."""
+    train, test = make_multilingual(tmp_path)
+    config = config_for(
+        "fedkc layer 1, adapter", tiny_encoder, tiny_llm, tmp_path,
+        data={
+            "train": str(train), "test": str(test), "text": "sentence1", "pair": "sentence2", "label": "same",
+            "language": "lang", "split": {"by": "column", "column": "lang"},
+        },
+        protection={"models": "sealed"},
+    )  # fmt: skip
+    result = run(config, tmp_path / "run")
+    assert [row.name for row in result.clients] == ["de", "en"]
+    test_rows = load_corpus(config).test
+    for row in result.clients:
+        slm = load_trained(tmp_path / "run/models" / row.name)
+        said = probabilities(slm, test_rows.texts).argmax(1)
+        assert list(row.languages) == ["de", "en", "ko"]
+        assert row.test_macro_f1 == pytest.approx(f1_score(test_rows.labels, said, average="macro"))
+        for language, found in row.languages.items():
+            here = np.array(test_rows.languages) == language
+            assert found.rows == here.sum()
+            assert found.accuracy == pytest.approx((said == test_rows.labels)[here].mean())
+            assert found.macro_f1 == pytest.approx(
+                f1_score(test_rows.labels[here], said[here], average="macro", zero_division=0)
+            )
+        trained = {language: found.train_rows for language, found in row.languages.items()}
+        assert trained["ko"] == 0
+        assert trained["en"] > trained["de"] > 0
+    page = (tmp_path / "run/report.html").read_text()
+    assert "Language by language" in page
+    rows = predict_file(tmp_path / "run/models/en", test, tmp_path / "said.jsonl", "sentence1", "sentence2")
+    assert rows == len(test.read_text().splitlines()) - 1
+
+
+def test_pairs_are_not_for_a_language_model_that_writes_single_texts(
+    tiny_encoder: Path, tiny_llm: Path, tiny_data: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"data\.pair: the language model of crosslm writes single texts"):
+        config_for("crosslm", tiny_encoder, tiny_llm, tiny_data, data={"pair": "other"})
 
 
 def test_heterogeneous_models_with_crosslm(

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from securefl._tables import Table, read_table, read_texts
+from securefl.data_terms import PAIR
 from securefl.errors import DataError
 from tests.leaks import assert_no_leak
 
@@ -377,3 +378,57 @@ def test_what_is_no_plain_file_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=reason) as caught:
             read(tmp_path / name)
         checked(str(caught.value), tmp_path / name)
+
+
+# --- two texts, and a language
+
+
+def two(tmp_path: Path, suffix: str) -> Path:
+    path = tmp_path / f"pairs{suffix}"
+    rows = [("the bank", "a bank, they said", "1", "en"), ("das Haus", "ein Haus", "0", "de")]
+    heads = ("sentence1", "sentence2", "label", "lang")
+    if suffix == ".parquet":
+        pq.write_table(pa.table({h: [row[i] for row in rows] for i, h in enumerate(heads)}), path)
+    elif suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(dict(zip(heads, row, strict=True))) for row in rows))
+    else:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, delimiter="," if suffix == ".csv" else "\t").writerows([heads, *rows])
+    return path
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_two_texts_and_a_language(suffix: str, tmp_path: Path) -> None:
+    path = two(tmp_path, suffix)
+    table = read_table(path, "sentence1", "label", "lang", pair="sentence2", language="lang")
+    assert [text.split(PAIR) for text in table.texts] == [
+        ["the bank", "a bank, they said"],
+        ["das Haus", "ein Haus"],
+    ]
+    assert list(table.labels) == ["1", "0"]
+    assert list(table.languages) == list(table.groups) == ["en", "de"]
+    assert read_texts(path, "sentence1", "sentence2") == list(table.texts)
+
+
+def test_a_pair_needs_two_columns_and_two_texts(tmp_path: Path) -> None:
+    path = two(tmp_path, ".csv")
+    for pair in ("sentence1", "label"):
+        with pytest.raises(DataError, match=f'data.pair names the column "{pair}"'):
+            read_table(path, "sentence1", "label", pair=pair)
+    with pytest.raises(DataError, match="cannot hold both texts"):
+        read_texts(path, "sentence1", "sentence1")
+    with pytest.raises(DataError, match='no column "third"'):
+        read_table(path, "sentence1", "label", pair="third")
+    path.write_text("sentence1,sentence2,label\na,,1\n")
+    with pytest.raises(DataError, match='line 2: column "sentence2" is empty'):
+        read_table(path, "sentence1", "label", pair="sentence2")
+    path = tmp_path / "numbers.jsonl"
+    path.write_text('{"sentence1": "a", "sentence2": 3, "label": 1}')
+    with pytest.raises(DataError, match='line 1: column "sentence2" is not a string'):
+        read_table(path, "sentence1", "label", pair="sentence2")
+
+
+def test_what_stands_between_two_texts_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"text,label\n{SECRET}{PAIR}b,1\n", encoding="utf-8")
+    assert "U+FDD0" in refusal(path, path.read_bytes())

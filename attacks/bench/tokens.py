@@ -25,6 +25,7 @@ from attacks.bench.token_figures import FEW, NAME, TokenScene, text_figures, tok
 from attacks.evidence import Evidence, Scene, check_truth
 from attacks.figures import MIN_TRIALS
 from attacks.judgement import Book
+from securefl.data_terms import PAIR
 from securefl.errors import ModelError, ProtocolError
 from securefl.models import load_llm
 from securefl.release import NonPrivate, PayloadKind, canonical_json
@@ -89,6 +90,11 @@ def _read_layer(one: TokenScene, book: Book) -> None:
 
 def _prepare(scene: Scene, book: Book) -> TokenScene:
     slm, release = scene.slm, scene.release
+    if any(PAIR in text for text in scene.rows.texts[:1]) and "token_type_ids" in slm.tokenize(["x"]):
+        raise NotEnough(
+            "the second text of a pair has a token type of its own under this encoder, and the dictionary is "
+            "of first texts"
+        )
     vectors, mask = embed(slm, scene.rows.texts, scene.layer)
     membership.check_vectors(vectors[mask > 0], f"encoder layer {scene.layer}")
     exact = _exact(scene, vectors, mask)
