@@ -26,7 +26,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file, save_file
-from scipy.stats import t as student
 
 from securefl.config import Slm as SlmTerms
 from securefl.config import parse_config
@@ -36,6 +35,7 @@ from securefl.data import Corpus, Rows, load_corpus
 from securefl.files import write_atomic
 from securefl.methods.crosslm import distinct
 from securefl.models import load_slm
+from securefl.scoring import mean_interval
 from securefl.slm import Slm
 from securefl.training import fit, probabilities
 
@@ -243,11 +243,8 @@ def measure(cell: Cell, options: argparse.Namespace, seed: int, name: str, silos
 
 def interval(values: np.ndarray[Any, Any]) -> str:
     """Mean with Student's 95 % interval over seeds."""
-    mean = float(values.mean())
-    if len(values) < 2:
-        return f"{mean:.3f}"
-    half = float(student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
-    return f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]"
+    mean, low, high = mean_interval(values.tolist())
+    return f"{mean:.3f}" if len(values) < 2 else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def tables(rows: list[dict[str, Any]]) -> Iterator[Table]:

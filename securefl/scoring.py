@@ -5,9 +5,13 @@ Pure functions on arrays of right and wrong answers; no models, no files.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
+from scipy.stats import t as student
 from sklearn.metrics import f1_score
 
 from securefl.result import Difference
@@ -28,6 +32,15 @@ def macro_f1(said: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
     """
     labels = np.unique(truth)
     return float(f1_score(truth, said, labels=labels, average="macro", zero_division=0.0))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, and the ends of Student's 95 % interval over repetitions such as seeds; NaN ends for one."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return mean, math.nan, math.nan
+    half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    return mean, mean - half, mean + half
 
 
 def paired_difference(method: NDArray[np.bool_], baseline: NDArray[np.bool_], seed: int) -> Difference:

@@ -115,7 +115,7 @@ class TrainingMemo:
             epochs,
             seed,
             [fingerprint({k: np.asarray(v) for k, v in one.tensors().items()}) for one in knowledge],
-            [config.fedkc.alpha, config.fedkc.weights] if knowledge else [],
+            config.fedkc.model_dump(mode="json") if knowledge else {},
             config.mu,
         ]
         if private is not None:
