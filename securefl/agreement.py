@@ -139,6 +139,13 @@ def sum_terms(config: Config, silos: int) -> SumTerms | None:
     )
 
 
+def least_cohort(config: Config) -> int:
+    """The fewest silos of a round: the mean of one silo's weights is that silo's weights."""
+    if config.federation.method not in AVERAGING:
+        return 1
+    return LEAST_SILOS if config.sums_models else 2
+
+
 def check_cohort(config: Config, silos: int, length: int = 1) -> None:
     """Require that the models of so many silos, of `length` values, can be summed as the configuration says.
 

@@ -42,6 +42,7 @@ from securefl.local import LocalTraining, SiloData, train_locally
 from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
 from securefl.model_card import silo_card
 from securefl.opening import Opening, open_plan
+from securefl.participation import cohort, first_round
 from securefl.policy import DAY, Policy
 from securefl.privacy import Noise
 from securefl.relayed import Reader
@@ -296,14 +297,18 @@ class Client:
     def _permit(self, asked: Asked) -> None:
         plan = asked.plan
         self.policy.check_plan(plan, self.server.fingerprint, self.base_sha256, self.dataset)
-        first = (plan.round, [plan.step]) == (1, steps_of_round(1, self.config)[:1])
+        names = (*self.roster, self.identity.name)
+        begins = first_round(self.config, names, self.run, self.identity.name) or 1
+        if self.config.federation.method not in AVERAGING:
+            begins = 1
+        first = (plan.round, [plan.step]) == (begins, steps_of_round(begins, self.config)[:1])
         if self.ledger.interrupted(plan.run, first=first):
             raise PolicyRefusal(
                 f"the ledger was restored from a copy within run {plan.run}: what was answered since is not "
                 "known; take part in a new run",
                 "ledger",
             )
-        check_agreed(plan, self.config, _parties([*self.roster.values(), self.identity.card]))
+        check_agreed(plan, self.config, self._cohort(plan))
         training = round_claim(self.config, plan.round, self.noise) if plan.step is Step.TRAIN else None
         if training is not None:  # before hours of training for what may not leave
             self.policy.check_noise(training)
@@ -316,6 +321,19 @@ class Client:
                 f"{asked.hash}",
                 asked.hash,
             )
+
+    def _cohort(self, plan: RoundPlan) -> tuple[Party, ...]:
+        """Who takes part in a step, by this silo's own configuration; PolicyRefusal where it does not."""
+        cards = {**self.roster, self.identity.name: self.identity.card}
+        if self._own_model:
+            return _parties(list(cards.values()))
+        chosen = cohort(self.config, cards, self.run, plan.round, plan.step)
+        if self.identity.name not in chosen:
+            raise PolicyRefusal(
+                f"the plan asks {self.identity.name} in round {plan.round}, in which it takes no part",
+                "agreed.cohort",
+            )
+        return _parties([cards[name] for name in chosen])
 
     def _refuse(self, asked: Asked, refusal: Refused) -> bytes:
         self.refusals.append(_bare(refusal))

@@ -64,6 +64,21 @@ class Federation(Section):
         le=1e4,
         description="Of `fedprox`: how strongly a silo's training holds on to the model that it received.",
     )
+    active: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="Silos that take part in a round, of methods that average models, drawn anew for each by "
+        "the run's id; unset: all.",
+    )
+    join: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = Field(
+        default={},
+        description="Silos that take part from a later round on: `{ silo-4 = 3 }`.",
+    )
+    leave: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = Field(
+        default={},
+        description="Silos that take part in this round for the last time, and do not get the last model.",
+    )
     drop: dict[str, Drop] = Field(
         default={},
         description="Silos of a simulation that fall silent: "
@@ -265,6 +280,31 @@ def _refuse_unavailable(config: Config) -> None:
             )
 
 
+def _refuse_participation(config: Config, name: str) -> None:
+    """Refuse cohorts that change from round to round where all silos are needed in each."""
+    federation = config.federation
+    changing = [key for key in ("active", "join", "leave") if getattr(federation, key)]
+    if not changing:
+        return
+    key = f"{name}: federation.{changing[0]}"
+    if federation.method not in AVERAGING:
+        raise ConfigError(f"{key}: {federation.method} has no rounds of several silos; leave it out")
+    if config.protection.models == "ckks":
+        raise ConfigError(
+            f'{key}: under "ckks" the cohort of round 1 shares a key to the end; write "masked" or "sealed"'
+        )
+    if config.privacy.models is not None:
+        raise ConfigError(
+            f"{key}: the noise of privacy.models is shared out among all silos of the run; leave one of the "
+            "two out"
+        )
+    for silo, first in federation.join.items():
+        if first > min(federation.leave.get(silo, first), federation.rounds):
+            raise ConfigError(
+                f"{name}: federation.join: {silo} would join after it has left, or after the last round"
+            )
+
+
 def parse_config(document: dict[str, Any], name: str = "configuration") -> Config:
     """Validate a parsed TOML document. `name` (the file) begins the message of a ConfigError."""
     try:
@@ -337,6 +377,7 @@ def _refuse_contradictions(config: Config, name: str) -> None:
             f"{name}: federation.speed: {config.federation.method} waits for all silos in every round, so it "
             "has no effect; leave it out"
         )
+    _refuse_participation(config, name)
     if privacy.centroids.noised and config.federation.method != "fedkc":
         raise ConfigError(
             f"{name}: privacy.centroids: {config.federation.method} shares no centroids, so their budget has "

@@ -114,9 +114,10 @@ class MaskedRound:
         """Raises PolicyRefusal or MaskingAborted as `MaskingClient`."""
         self._member = member
         self._terms = masked_terms(plan, member.length)
+        silos = {party.name for party in plan.cohort}
         self._client = MaskingClient(
             member.identity,
-            member.cohort,
+            {name: card for name, card in member.cohort.items() if name in silos},
             self._terms,
             least_threshold=member.least_threshold,
             least_cohort=member.least_cohort,

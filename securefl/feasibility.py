@@ -13,10 +13,11 @@ from securefl.agreement import (
     sum_terms,
     weighs_rows,
 )
-from securefl.config import Config
+from securefl.config import AVERAGING, Config
 from securefl.data import Corpus
 from securefl.dp_terms import training_mechanism
 from securefl.errors import ConfigError, NotAvailable
+from securefl.participation import check_participation
 from securefl.privacy import check_delta
 from securefl.simulated_policy import refuse_early
 
@@ -30,6 +31,8 @@ def refuse_impossible(config: Config, corpus: Corpus) -> None:
     """
     refuse_early(config)
     check_cohort(config, len(corpus.train))
+    if config.federation.method in AVERAGING:
+        check_participation(config, corpus.train, "")
     for name, rows in corpus.train.items():
         check_rows(config, len(rows), name)
     training_mechanism(config, 1)

@@ -51,7 +51,10 @@ class _Row(BaseModel):
 
 
 class RoundRow(_Row):
-    """One round. Bytes are those of sealed envelopes; `dropped` names silos, `refusals` says why."""
+    """One round. Bytes are those of sealed envelopes; `dropped` names silos, `refusals` says why.
+
+    asked: the silos that took part by the schedule, None in a result of an earlier version.
+    """
 
     round: int = Field(ge=1)
     seconds: Positive
@@ -59,6 +62,7 @@ class RoundRow(_Row):
     bytes_down: Count
     dropped: list[str] = []
     refusals: list[Dropped] = []
+    asked: list[str] | None = None
 
 
 class ReleaseRow(_Row):

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from securefl.agreement import (
     answer_kind,
     brings_model,
-    check_cohort,
     fedkc_terms,
     figures,
     names_model,
@@ -44,6 +43,7 @@ from securefl.errors import (
 )
 from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
 from securefl.methods.averaging import sgd_step, weighted_mean
+from securefl.participation import check_participation, cohort
 from securefl.privacy import Noise, noise_source
 from securefl.receipt import make_receipt
 from securefl.release import (
@@ -100,7 +100,9 @@ class Server:
     dropped: list[Dropped] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_cohort(self.config, len(self.roster))
+        if self.config.federation.method in AVERAGING:
+            length = sum(array.size for array in self.model.values())
+            check_participation(self.config, self.roster, self.run, length)
         self._replay = envelope.ReplayGuard()
         self._steps = self._steps_of_round()
         self._admitted: dict[str, Release | None] = {}
@@ -139,12 +141,19 @@ class Server:
 
         So that not all of them are in memory at once: with weights, a plan is as large as the model.
         """
-        concerned: Collection[str] = self.roster if self.only is None else (self.only,)
+        concerned: Collection[str] = self._cohort() if self.only is None else (self.only,)
         if self.step is Step.CANDIDATE:
             concerned = self._candidates
         elif self._summed and self._sum is not None:
             concerned = self._sum.concerns()
         return Plans([name for name in self.roster if name in concerned], self._plan_for)
+
+    def _cohort(self) -> dict[str, Card]:
+        """The cards of the silos that take part in the step at hand, in the roster's order."""
+        if self.config.federation.method not in AVERAGING:
+            return dict(self.roster)
+        chosen = cohort(self.config, self.roster, self.run, self.round, self.step)
+        return {name: card for name, card in self.roster.items() if name in chosen}
 
     @property
     def _summed(self) -> bool:
@@ -157,7 +166,7 @@ class Server:
             return None
         plan = self._plan(self.model, ())
         if self.config.protection.models == "masked":
-            return MaskedSummation(self.roster, plan, self.model, self._training(self.round))
+            return MaskedSummation(self._cohort(), plan, self.model, self._training(self.round))
         length = sum(array.size for array in self.model.values())
         return EncryptedSummation(self.roster, plan, length, self._training)
 
@@ -166,15 +175,16 @@ class Server:
         return round_claim(self.config, number, _NOBODYS)
 
     def _plan(self, weights: Tensors, relayed: tuple[str, ...]) -> RoundPlan:
+        silos = self._cohort()
         return RoundPlan(
             run=self.run,
             round=self.round,
             rounds=self.config.federation.rounds,
             step=self.step,
             method=self.config.federation.method,
-            cohort=tuple(_party(card) for card in self.roster.values()),
+            cohort=tuple(_party(card) for card in silos.values()),
             protection=self.config.protection.models or "sealed",
-            sums=sum_terms(self.config, len(self.roster)),
+            sums=sum_terms(self.config, len(silos)),
             model=fingerprint(weights) if names_model(self.step, self.config) else None,
             relayed=relayed,
             epochs=self.config.round_epochs(self.round),
@@ -226,6 +236,8 @@ class Server:
             )
         if self.only not in (None, name):
             raise UnknownSender(f"{name} sent a message to the lane of {self.only}")
+        if name not in self._cohort():
+            raise UnknownSender(f"{name} takes no part in round {self.round}; its message was refused")
         self._replay.check(header)
         if name in self._admitted or name in self._absent:
             raise WrongRound(f"{name} answered this step already; its second message was refused")
@@ -265,7 +277,7 @@ class Server:
 
     def _check_peers(self, header: Header) -> None:
         """What is for peers must be sealed to each of them, so that the server cannot pick who reads it."""
-        due = {_party(card) for card in self.roster.values()}
+        due = {_party(card) for card in self._cohort().values()}
         if self.step is Step.SHARE:
             due -= {header.sender}
         if set(header.recipients) != due:
@@ -377,8 +389,8 @@ class Server:
         elif self.step is Step.TRAIN and averaging:
             if len(releases) < MIN_COHORT:
                 raise TooFewSilos(
-                    f"round {self.round}: {len(releases)} of {len(self.roster)} silos answered and at least "
-                    f"{MIN_COHORT} are needed to average; see the refusals of the others"
+                    f"round {self.round}: {len(releases)} of {len(self._cohort())} silos answered and at "
+                    f"least {MIN_COHORT} are needed to average; see the refusals of the others"
                 )
             mean = weighted_mean(
                 {name: release.tensors for name, release in releases.items()},

@@ -12,6 +12,7 @@ from securefl.config import PERMIT_EMBEDDINGS, Config
 from securefl.distributed_noise import round_multiplier
 from securefl.dp_terms import run_claim, training_mechanism
 from securefl.errors import BudgetExceeded, PolicyRefusal
+from securefl.participation import smallest_cohort
 from securefl.policy import ROUNDING, Ceiling, Policy
 from securefl.privacy import (
     MetricMechanism,
@@ -35,7 +36,7 @@ def simulated_policy(config: Config, name: str, server: str, peers: Sequence[str
         kinds=tuple(released_kinds(config)),
         nonprivate=tuple(exact_kinds(config)),
         model_protections=(config.protection.models or "sealed",),
-        min_cohort=len(peers) + 1 if config.sums_models else None,
+        min_cohort=smallest_cohort(config, len(peers) + 1) if config.sums_models else None,
         centroid_protections=("peer",),
         min_cluster_size=config.privacy.centroids.min_size,
         min_noise_multiplier=_least_noise(config),

@@ -17,6 +17,7 @@ from securefl.data import Corpus
 from securefl.dp_terms import run_claim
 from securefl.errors import Refused, SecureflError, TooFewSilos
 from securefl.messages import Dropped, Step
+from securefl.participation import cohort
 from securefl.privacy import noise_source
 from securefl.recording import RunFolder
 from securefl.release import DpSgd, encode_release
@@ -61,6 +62,7 @@ class RoundRun:
         rounds: list[RoundRow] = []
         while not server.finished:
             number, began, dropped = server.round, time.monotonic(), len(server.dropped)
+            asked = sorted(cohort(self.config, self.clients, self.run, number, Step.TRAIN))
             up, down = sum(transport.bytes_up.values()), transport.bytes_down
             if self._server_reads:
                 self.folder.global_model(number, server.model, *self._base(), self._so_far(number - 1))
@@ -75,6 +77,7 @@ class RoundRun:
                     bytes_down=transport.bytes_down - down,
                     dropped=sorted({entry.name for entry in refusals}),
                     refusals=refusals,
+                    asked=asked,
                 )
             )
         if self.config.protection.models == "ckks":

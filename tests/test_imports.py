@@ -57,7 +57,7 @@ LAYERS = [
         "policy",
     },
     {"local", "agreement", "state", "exchange", "announcement"},
-    {"relayed", "simulated_policy", "outlook"},
+    {"relayed", "simulated_policy", "outlook", "participation"},
     {"steps", "summation"},
     {"opening", "model_card", "contribution"},
     {
