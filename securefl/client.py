@@ -325,7 +325,7 @@ class Client:
     def _cohort(self, plan: RoundPlan) -> tuple[Party, ...]:
         """Who takes part in a step, by this silo's own configuration; PolicyRefusal where it does not."""
         cards = {**self.roster, self.identity.name: self.identity.card}
-        if self._own_model:
+        if self.config.federation.method not in AVERAGING:
             return _parties(list(cards.values()))
         chosen = cohort(self.config, cards, self.run, plan.round, plan.step)
         if self.identity.name not in chosen:
@@ -383,6 +383,7 @@ class Client:
             train=self.train,
             stop=self._stop,
             reader=Reader(self.identity, self.roster, self.slm, self._floor),
+            head=self._head(),
         )
         try:
             done = self._contributor.carry_out(asked, bench, self._member(), preview)
@@ -398,6 +399,15 @@ class Client:
         for peer in done.ignored:
             log.warning("%s: round %d: centroids of %s ignored", self.identity.name, plan.round, peer.name)
         return done
+
+    def _head(self) -> dict[str, Any]:
+        """The head that this silo keeps to itself, once it has trained it; else nothing."""
+        rounds = range(1, self.config.federation.rounds + 1)
+        answers = (self.ledger.answer_at(self.run, number, Step.TRAIN.value) for number in rounds)
+        if not self._keeps_head or not any(isinstance(one, ReleaseEntry) for one in answers):
+            return {}
+        own = self.slm.state()
+        return {name: own[name] for name in self.slm.head_names()}
 
     def _member(self) -> Member:
         return Member(
@@ -515,9 +525,14 @@ class Client:
     # --- what a restart finds
 
     @property
+    def _keeps_head(self) -> bool:
+        """Whether the head of the silo's model stays with it."""
+        return self.identity.name in self.config.federation.local_head
+
+    @property
     def _own_model(self) -> bool:
-        """Whether the silo goes on from a model of its own, which no plan brings again."""
-        return self.config.federation.method not in AVERAGING
+        """Whether the silo goes on from weights of its own, which no plan brings again."""
+        return self.config.federation.method not in AVERAGING or self._keeps_head
 
     def _keep(self, sealed: bytes) -> str:
         """Write what a crash must not take, before the charge; gives the SHA-256 that it is kept under."""

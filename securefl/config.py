@@ -79,6 +79,12 @@ class Federation(Section):
         default={},
         description="Silos that take part in this round for the last time, and do not get the last model.",
     )
+    local_head: tuple[str, ...] = Field(
+        (),
+        strict=False,
+        description="Silos that keep the head of their model to themselves: they train and use their own, "
+        "and send the received one back unchanged.",
+    )
     drop: dict[str, Drop] = Field(
         default={},
         description="Silos of a simulation that fall silent: "
@@ -280,6 +286,24 @@ def _refuse_unavailable(config: Config) -> None:
             )
 
 
+def _refuse_averages(config: Config, name: str) -> None:
+    """Refuse ways to average that the method or the protection has no place for."""
+    terms, method = config.protection, config.federation.method
+    if terms.average != "mean" and terms.models != "sealed":
+        raise ConfigError(
+            f'{name}: protection.average: the {terms.average} needs each model, and under "{terms.models}" '
+            'the server has their sum alone; write models = "sealed" too, or average = "mean"'
+        )
+    asked = {"average": terms.average != "mean", "max_norm": terms.max_norm is not None}
+    asked["local_head"] = bool(config.federation.local_head)
+    for key, set_ in asked.items():
+        section = "federation" if key == "local_head" else "protection"
+        if set_ and (method not in AVERAGING or config.sends_gradients):
+            raise ConfigError(
+                f"{name}: {section}.{key}: {method} averages no models, so it has no effect; leave it out"
+            )
+
+
 def _refuse_participation(config: Config, name: str) -> None:
     """Refuse cohorts that change from round to round where all silos are needed in each."""
     federation = config.federation
@@ -378,6 +402,7 @@ def _refuse_contradictions(config: Config, name: str) -> None:
             "has no effect; leave it out"
         )
     _refuse_participation(config, name)
+    _refuse_averages(config, name)
     if privacy.centroids.noised and config.federation.method != "fedkc":
         raise ConfigError(
             f"{name}: privacy.centroids: {config.federation.method} shares no centroids, so their budget has "

@@ -59,13 +59,14 @@ def first_round(config: Config, names: Collection[str], run: str, name: str) -> 
 
 
 def check_participation(config: Config, names: Collection[str], run: str, length: int = 1) -> None:
-    """Require that every round has silos enough, and that join and leave are of silos of the run.
+    """Require that every round has silos enough, and that all silos named are of the run.
 
     length: values of a model. Raises ConfigError.
     """
     federation = config.federation
-    for key, when in (("join", federation.join), ("leave", federation.leave)):
-        for name in when:
+    asked = {"join": federation.join, "leave": federation.leave, "local_head": federation.local_head}
+    for key, silos_of in asked.items():
+        for name in silos_of:
             if name not in names:
                 raise ConfigError(f"federation.{key}: {name} is none of the silos of this run")
     for number in range(1, federation.rounds + 1):

@@ -60,4 +60,19 @@ class Protection(Section):
     post_quantum: bool = Field(
         False, description="CKKS parameters within the post-quantum 128-bit bound, with less room for sums."
     )
+    average: Literal["mean", "median", "trimmed-mean"] = Field(
+        "mean",
+        description="How the server makes one model of the silos'; the latter two, coordinate by coordinate "
+        "and all silos alike, bear with some that are false, and need `sealed` models.",
+    )
+    trim: float = Field(
+        0.2, gt=0, lt=0.5, description="Share of silos that `trimmed-mean` leaves out at each end."
+    )
+    max_norm: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="Largest L2 norm of a silo's change of the model in a round: a silo scales its own down, "
+        "and where models are `sealed` the server refuses a larger one. Unset: no bound.",
+    )
     centroids: Literal["peer", "sealed"] = Field("peer", description="`peer`: sealed to each other silo.")

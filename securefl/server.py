@@ -42,7 +42,7 @@ from securefl.errors import (
     WrongRun,
 )
 from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
-from securefl.methods.averaging import sgd_step, weighted_mean
+from securefl.methods.averaging import change_norm, coordinate_median, sgd_step, trimmed_mean, weighted_mean
 from securefl.participation import check_participation, cohort
 from securefl.privacy import Noise, noise_source
 from securefl.receipt import make_receipt
@@ -73,6 +73,7 @@ _NOBODYS: Final[Noise] = noise_source(None)
 _FIGURES: Final = {"exact": NonPrivate, "noised": GaussianCounts, "none": Independent}
 MIN_COHORT = 2  # the "mean" of one silo's weights is that silo's weights
 MAX_ROWS = 10**9
+_NORM_ROUNDING = 1e-3  # of float32 weights near the bound
 
 
 @dataclass
@@ -302,6 +303,11 @@ class Server:
         self._check_claim(name, release)
         if release.kind in (PayloadKind.MODEL, PayloadKind.GRADIENT):
             check_tensors(release.tensors, self.shapes[name], name)
+            most = self.config.protection.max_norm
+            if most is not None and change_norm(release.tensors, self.model) > most * (1 + _NORM_ROUNDING):
+                raise PayloadError(
+                    f"{name} sent a model that is further off than protection.max_norm = {most:g} allows"
+                )
             if name in self.announced:
                 self.announced[name].check(release.info, name)
             rows = release.info.get("rows")
@@ -392,13 +398,7 @@ class Server:
                     f"round {self.round}: {len(releases)} of {len(self._cohort())} silos answered and at "
                     f"least {MIN_COHORT} are needed to average; see the refusals of the others"
                 )
-            mean = weighted_mean(
-                {name: release.tensors for name, release in releases.items()},
-                {
-                    name: float(release.info["rows"]) if weighs_rows(self.config) else 1.0
-                    for name, release in releases.items()
-                },
-            )
+            mean = self._averaged(releases)
             gradient, rate = self.config.sends_gradients, self.config.step_rate
             self.model = sgd_step(self.model, mean, rate) if gradient else mean
         elif self.step is Step.FINISH and not releases and self.only is None:
@@ -421,6 +421,18 @@ class Server:
             self._steps = self._steps_of_round()
             if self.config.protection.models == "masked":
                 self._sum = self._begin_sum()
+
+    def _averaged(self, releases: Mapping[str, Release]) -> dict[str, NDArray[np.float32]]:
+        """One model, or gradient, of the silos'."""
+        terms, updates = self.config.protection, {name: one.tensors for name, one in releases.items()}
+        if terms.average == "median":
+            return coordinate_median(updates)
+        if terms.average == "trimmed-mean":
+            return trimmed_mean(updates, terms.trim)
+        weighs = weighs_rows(self.config)
+        return weighted_mean(
+            updates, {name: float(one.info["rows"]) if weighs else 1.0 for name, one in releases.items()}
+        )
 
 
 class Plans(Mapping[str, bytes]):

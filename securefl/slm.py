@@ -310,6 +310,11 @@ class Slm(nn.Module):
         """The parameters that train and travel: all, all but the embedding layer, or adapter and head."""
         return list(self._trained().values())
 
+    def head_names(self) -> tuple[str, ...]:
+        """Of these the names of the linear head's."""
+        head = {id(parameter) for parameter in self.classifier.parameters()}
+        return tuple(name for name, parameter in self._trained().items() if id(parameter) in head)
+
     def trained_names(self) -> tuple[str, ...]:
         """Names of the parameters that train and travel."""
         return tuple(self._trained())

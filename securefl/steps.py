@@ -36,6 +36,7 @@ from securefl.local import (
     release_centroids,
 )
 from securefl.messages import Dropped, FedKcTerms, RoundPlan, Step
+from securefl.methods.averaging import bounded_change
 from securefl.methods.fedkc import Knowledge
 from securefl.privacy import (
     LocalResult,
@@ -59,7 +60,8 @@ _RELAYING = (Step.DEAL, Step.TRAIN, Step.SIGN, Step.UNMASK)
 
 @dataclass(frozen=True, repr=False)
 class Bench:
-    """What a silo computes with. stop: asked between training steps. reader: who opens peers' centroids."""
+    """What a silo computes with. stop: asked between training steps. reader: who opens peers' centroids.
+    head: its own head in place of a received one, once it has trained one that it keeps to itself."""
 
     name: str
     config: Config
@@ -70,6 +72,7 @@ class Bench:
     train: LocalTraining
     stop: Callable[[], bool]
     reader: Reader
+    head: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,14 +97,14 @@ def carry_out(plan: RoundPlan, tensors: Tensors, received: Tensors | None, bench
     `stop` said so; the model may then be half trained.
     """
     if received is not None and plan.step is not Step.CANDIDATE:
-        bench.slm.load_state(received)
+        bench.slm.load_state({**received, **bench.head})
     match plan.step:
         case Step.SHARE:
             return _share(plan, bench)
         case Step.TRAIN if bench.config.sends_gradients:
             return _gradient(plan, bench)
         case Step.TRAIN:
-            return _train(plan, tensors, bench)
+            return _train(plan, tensors, received, bench)
         case Step.CANDIDATE:
             return _consider(plan, received, bench)
         case Step.FINISH:
@@ -180,15 +183,26 @@ def _centroids(plan: RoundPlan, terms: FedKcTerms, bench: Bench) -> tuple[Releas
     return release_centroids(bench.slm, bench.data.train, job, info)
 
 
-def _train(plan: RoundPlan, tensors: Tensors, bench: Bench) -> Done:
+def _train(plan: RoundPlan, tensors: Tensors, received: Tensors | None, bench: Bench) -> Done:
     knowledge, ignored = _knowledge(plan, tensors, bench)
     seed = derive_seed(bench.config.federation.seed, bench.name, plan.round, "train")
     rows, noise = bench.data.train, bench.noise.for_purpose(plan.round, "train")
     claim = bench.train(bench.slm, rows, bench.config, plan.epochs, seed, noise, knowledge, bench.stop)
     if (claim is None) != (bench.config.privacy.dp_sgd is None):
         raise SecureflError("what was trained has another claim than the configuration asks for")
-    result = LocalResult(bench.slm.state(), len(rows) if weighs_rows(bench.config) else None, claim)
+    trained = bench.slm.state()
+    if received is not None:
+        trained = _sent(trained, received, bench)
+    result = LocalResult(trained, len(rows) if weighs_rows(bench.config) else None, claim)
     return Done(release_model(result, _info(plan, bench)), trained=result, ignored=ignored)
+
+
+def _sent(trained: Mapping[str, NDArray[np.float32]], start: Tensors, bench: Bench) -> dict[str, Any]:
+    """Of a trained model what goes to the server: without a head that stays, and not further than agreed."""
+    sent, most = dict(trained), bench.config.protection.max_norm
+    if bench.name in bench.config.federation.local_head:
+        sent |= {name: np.asarray(start[name]) for name in bench.slm.head_names()}
+    return sent if most is None else bounded_change(sent, start, most)
 
 
 def _gradient(plan: RoundPlan, bench: Bench) -> Done:

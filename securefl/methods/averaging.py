@@ -1,4 +1,6 @@
-"""The weighted mean of the silos' models (FedAvg: McMahan et al., AISTATS 2017, algorithm 1), or gradients.
+"""What becomes of the silos' models or gradients: the weighted mean, or a robust middle of them.
+
+FedAvg: McMahan et al., AISTATS 2017, algorithm 1.
 
 Arrays in, arrays out; who may send what is settled before, and what is done with the mean after.
 """
@@ -6,7 +8,7 @@ Arrays in, arrays out; who may send what is settled before, and what is done wit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,23 +28,16 @@ def weighted_mean(
     Raises TooFewSilos without an update, ProtocolError for a weight that is missing, negative or not finite
     or where all are 0, WrongShape and NonFiniteUpdate for an array, naming the silo.
     """
-    if not updates:
-        raise TooFewSilos("no silo sent a model, so there is nothing to average")
+    silos, expected = _checked(updates)
     if set(updates) != set(weights):
         odd = sorted(set(updates) ^ set(weights))[0]
         raise ProtocolError(f"silo {odd} has a model or a weight but not both, so it cannot be averaged")
-    silos = sorted(updates)
     for silo in silos:
         if not (math.isfinite(weights[silo]) and weights[silo] >= 0):
             raise ProtocolError(f"the weight of {silo} is not a number of at least 0")
     total = sum(weights[silo] for silo in silos)
     if not 0 < total < math.inf:
         raise ProtocolError("the weights of all silos together are not a positive finite number")
-    expected = {name: array.shape for name, array in updates[silos[0]].items()}
-    if not expected:
-        raise WrongShape(f"the update of {silos[0]} has no tensors")
-    for silo in silos:
-        check_tensors(updates[silo], expected, silo)
     mean = {}
     for name, shape in expected.items():
         accumulated = np.zeros(shape, np.float64)
@@ -50,6 +45,74 @@ def weighted_mean(
             accumulated += updates[silo][name] * np.float64(weights[silo] / total)
         mean[name] = accumulated.astype(np.float32)
     return mean
+
+
+def coordinate_median(updates: Mapping[str, Tensors]) -> dict[str, NDArray[np.float32]]:
+    """The median of the silos' values, coordinate by coordinate; of an even number the middle two's mean.
+
+    Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018, definition 1. Every silo counts alike: a
+    weight that a silo states itself would let one outvote the others. Needs more honest silos than others.
+    updates, errors: as for `weighted_mean`.
+    """
+    return _by_coordinate(updates, lambda stacked: np.median(stacked, axis=0))
+
+
+def trimmed_mean(updates: Mapping[str, Tensors], share: float) -> dict[str, NDArray[np.float32]]:
+    """The mean of the silos' values without the largest and the smallest, coordinate by coordinate.
+
+    share: of the n silos floor(share n), and at least 1, are left out at each end (ibid., definition 2); it
+    has to be at least the share of silos that may be false. All silos count alike. updates, errors: as for
+    `weighted_mean`; TooFewSilos too where nothing would be left.
+    """
+    cut = max(1, int(share * len(updates)))
+    if updates and 2 * cut >= len(updates):
+        raise TooFewSilos(
+            f"of {len(updates)} silos none is left without {cut} at each end; lower protection.trim, or wait "
+            "for more silos"
+        )
+    return _by_coordinate(updates, lambda stacked: np.sort(stacked, axis=0)[cut : len(stacked) - cut].mean(0))
+
+
+def _by_coordinate(
+    updates: Mapping[str, Tensors], middle: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+) -> dict[str, NDArray[np.float32]]:
+    """What `middle` makes of each array of all silos, (silos, ...) float64 to (...)."""
+    silos, shapes = _checked(updates)
+    return {
+        name: middle(np.stack([updates[silo][name] for silo in silos]).astype(np.float64)).astype(np.float32)
+        for name in shapes
+    }
+
+
+def _checked(updates: Mapping[str, Tensors]) -> tuple[list[str], dict[str, tuple[int, ...]]]:
+    """The silos in order, and the shapes that all their arrays have. Raises as `weighted_mean`."""
+    if not updates:
+        raise TooFewSilos("no silo sent a model, so there is nothing to average")
+    silos = sorted(updates)
+    expected = {name: array.shape for name, array in updates[silos[0]].items()}
+    if not expected:
+        raise WrongShape(f"the update of {silos[0]} has no tensors")
+    for silo in silos:
+        check_tensors(updates[silo], expected, silo)
+    return silos, expected
+
+
+def change_norm(model: Tensors, start: Tensors) -> float:
+    """L2 norm of the change of all weights together, from `start` to `model`."""
+    squares = (
+        float(((np.asarray(array, np.float64) - start[name]) ** 2).sum()) for name, array in model.items()
+    )
+    return math.sqrt(sum(squares))
+
+
+def bounded_change(model: Tensors, start: Tensors, most: float) -> dict[str, NDArray[np.float32]]:
+    """`model`, with its change from `start` scaled down to an L2 norm of `most` where it is larger."""
+    norm = change_norm(model, start)
+    factor = most / norm if norm > most else 1.0
+    return {
+        name: (start[name] + factor * (np.asarray(array, np.float64) - start[name])).astype(np.float32)
+        for name, array in model.items()
+    }
 
 
 def sgd_step(model: Tensors, gradient: Tensors, rate: float) -> dict[str, NDArray[np.float32]]:
