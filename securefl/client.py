@@ -111,6 +111,7 @@ class Client:
         self._process = os.getpid()
         self._after: str | None = None  # the answer that the model in memory belongs to
         self._contributor = Contributor()
+        self._seen: dict[str, tuple[int, str]] = {}  # of peers' centroids
         self._settle()
         self._recall()
 
@@ -382,7 +383,7 @@ class Client:
             noise=self.noise,
             train=self.train,
             stop=self._stop,
-            reader=Reader(self.identity, self.roster, self.slm, self._floor),
+            reader=Reader(self.identity, self.roster, self.slm, self._floor, self._seen),
             head=self._head(),
         )
         try:

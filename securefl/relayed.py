@@ -7,29 +7,43 @@ shapes and values are checked here, by the silo that is going to train with them
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from securefl.crypto import envelope
 from securefl.crypto.identity import Card, Identity
 from securefl.errors import PayloadError, ProtocolError, UnknownSender, WrongRound, WrongShape
-from securefl.local import knowledge_of
+from securefl.local import knowledge_of, public_clip, public_seeds
 from securefl.messages import Dropped, FedKcTerms, Header, RoundPlan, Step
 from securefl.methods.fedkc import Knowledge
-from securefl.release import PayloadKind, Release, Tensors, check_tensors, decode, release_from
+from securefl.release import (
+    GaussianSums,
+    PayloadKind,
+    Release,
+    Tensors,
+    check_tensors,
+    decode,
+    fingerprint,
+    release_from,
+)
 from securefl.slm import Slm
 from securefl.training import embed
+
+_SURE = 8.0  # standard deviations
+_FAR, _PUBLIC = 10.0, 16  # times the length that so many public texts have
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads relayed centroids, and with which model. floor: oldest version of envelopes that it reads."""
+    """Who reads relayed centroids, and with which model. floor: oldest version of envelopes that it reads.
+    seen: of each peer the round and hash of the last centroids, which this room adds to."""
 
     identity: Identity
     roster: Mapping[str, Card]
     slm: Slm
     floor: int
+    seen: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 def relayed_knowledge(
@@ -66,7 +80,17 @@ def _opened(sealed: bytes, plan: RoundPlan, terms: FedKcTerms, name: str, reader
     if release.info.get("encoder") != plan.model:
         raise WrongShape(f"the centroids of {name} were made with another model than this round's")
     _check_centroids(release, terms, name, header, reader.slm)
+    _check_new(release, plan.round, name, reader.seen)
     return knowledge_of(release)
+
+
+def _check_new(release: Release, number: int, name: str, seen: dict[str, tuple[int, str]]) -> None:
+    """Require other centroids than a peer sent before: under another model none stay the same."""
+    found = fingerprint({"centroids": release.tensors["centroids"]})
+    before = seen.get(name)
+    if before is not None and before[0] < number and before[1] == found and len(release.tensors["sizes"]):
+        raise PayloadError(f"{name} sent the same centroids as in round {before[0]}")
+    seen[name] = (number, found)
 
 
 def _check_centroids(release: Release, terms: FedKcTerms, name: str, header: Header, slm: Slm) -> None:
@@ -95,3 +119,32 @@ def _check_centroids(release: Release, terms: FedKcTerms, name: str, header: Hea
         raise PayloadError(f"{name} sent a centroid of no rows")
     if layered and not np.isin(release.tensors["mask"], (0, 1)).all():
         raise PayloadError(f"{name} sent a mask that is not 0 or 1")
+    _check_length(release, terms.layer, name, slm)
+
+
+def _check_length(release: Release, layer: int | None, name: str, slm: Slm) -> None:
+    """Require centroids no longer than rows can make them, so that a false one cannot outweigh the others.
+
+    Under noise: than `clip` times the rows that the noisy size may stand for, and the noise, each at eight
+    standard deviations. Exact ones: than ten times what public texts have, a mean being no longer than its
+    longest row.
+    """
+    vectors = release.tensors["centroids"].astype(np.float64)
+    sizes = release.tensors["sizes"].astype(np.float64)
+    lengths = np.sqrt((vectors.reshape(len(vectors), -1) ** 2).sum(1))
+    texts, _ = public_seeds(slm, _PUBLIC)
+    far = _FAR * public_clip(slm, texts, layer)
+    if isinstance(release.claim, GaussianSums):
+        claim, numbers = release.claim, float(np.prod(vectors.shape[1:]))
+        if claim.clip > far:
+            raise PayloadError(f"{name} claims a clip of {claim.clip:.3g}, far above the model's vectors")
+        rows = sizes + _SURE * claim.count_multiplier
+        most = claim.clip * (rows + claim.noise_multiplier * (np.sqrt(numbers) + _SURE)) / sizes
+    else:
+        most = np.full(len(sizes), far)
+    if (lengths > most).any():
+        place = int(np.argmax(lengths / most))
+        raise PayloadError(
+            f"centroid {place + 1} of {name} is {lengths[place]:.3g} long, and rows make none longer than "
+            f"{most[place]:.3g}"
+        )

@@ -18,11 +18,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
+from sklearn.cluster import KMeans, MiniBatchKMeans
 from torch import Tensor
 
 from securefl.errors import NonFiniteUpdate, WrongShape
 from securefl.slm import Slm
+
+_MANY = 20_000  # rows, above which clusters are found by mini-batches
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -67,14 +69,21 @@ class Knowledge:
 def cluster(pooled: NDArray[np.floating[Any]], clusters: int, seed: int) -> NDArray[np.int64]:
     """KMeans labels (n,) of the pooled vectors (n, d): at most `clusters`, and no more than distinct rows.
 
-    The paper clusters on the pooled vector for every choice of layer, since S x d numbers are too many.
+    The paper clusters on the pooled vector for every choice of layer, since S x d numbers are too many. Of
+    more than 20,000 rows by mini-batches (Sculley, WWW 2010), which is nearly as good and much faster.
     """
     if len(pooled) == 0:
         return np.zeros(0, np.int64)
-    distinct = len(np.unique(pooled, axis=0))
-    means = KMeans(min(clusters, distinct), n_init=4, random_state=seed)
-    labels: NDArray[np.int64] = means.fit_predict(np.asarray(pooled, np.float64)).astype(np.int64)
-    return labels
+    seen: set[bytes] = set()
+    for row in np.ascontiguousarray(pooled):
+        seen.add(row.tobytes())
+        if len(seen) == clusters:
+            break
+    if len(pooled) > _MANY:
+        means: KMeans | MiniBatchKMeans = MiniBatchKMeans(len(seen), n_init=3, random_state=seed)
+        return np.asarray(means.fit_predict(pooled), np.int64)
+    means = KMeans(len(seen), n_init=4, random_state=seed)
+    return np.asarray(means.fit_predict(np.asarray(pooled, np.float64)), np.int64)
 
 
 def compose(
