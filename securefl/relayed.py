@@ -129,6 +129,8 @@ def _check_length(release: Release, layer: int | None, name: str, slm: Slm) -> N
     standard deviations. Exact ones: than ten times what public texts have, a mean being no longer than its
     longest row.
     """
+    if not len(release.tensors["sizes"]):
+        return
     vectors = release.tensors["centroids"].astype(np.float64)
     sizes = release.tensors["sizes"].astype(np.float64)
     lengths = np.sqrt((vectors.reshape(len(vectors), -1) ** 2).sum(1))

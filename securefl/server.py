@@ -42,7 +42,7 @@ from securefl.errors import (
     WrongRun,
 )
 from securefl.messages import MASKING_STEPS, Dropped, Header, Party, RoundPlan, Step
-from securefl.methods.averaging import change_norm, coordinate_median, sgd_step, trimmed_mean, weighted_mean
+from securefl.methods.averaging import RunningMean, change_norm, coordinate_median, sgd_step, trimmed_mean
 from securefl.participation import check_participation, cohort
 from securefl.privacy import Noise, noise_source
 from securefl.receipt import make_receipt
@@ -107,6 +107,7 @@ class Server:
         self._replay = envelope.ReplayGuard()
         self._steps = self._steps_of_round()
         self._admitted: dict[str, Release | None] = {}
+        self._running = RunningMean()
         self._absent: set[str] = set()  # said in this step that they take no part
         self._sealed: dict[str, bytes] = {}
         self._relay: dict[str, bytes] = {}
@@ -254,6 +255,9 @@ class Server:
                 assert self._sum is not None
                 self._sum.receive(self.step, Answer(name, release, verified))
                 release = None  # it is in the sum; a hundred of them need not be kept
+            elif release is not None and self._streams:
+                self._running.add(name, release.tensors, self._weight(release))
+                release = replace(release, tensors={})
         self._replay.accept(header)
         self._last[name] = (header.sequence, hashlib.sha256(message).hexdigest())
         if header.kind is PayloadKind.UNAVAILABLE:
@@ -266,6 +270,16 @@ class Server:
         else:
             self._admitted[name] = release
         return header
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the models of the step go into their mean one by one, rather than being kept."""
+        averaging = self.config.federation.method in AVERAGING
+        return averaging and self.step is Step.TRAIN and self.config.protection.average == "mean"
+
+    def _weight(self, release: Release) -> float:
+        """What a silo's model counts in the mean."""
+        return float(release.info["rows"]) if weighs_rows(self.config) else 1.0
 
     def _keep_sealed(self, name: str, message: bytes) -> None:
         if self.step is Step.SHARE:
@@ -360,7 +374,8 @@ class Server:
         )
 
     def admitted(self) -> Mapping[str, Release | None]:
-        """The answers to this step so far (None: sealed to peers, which the server cannot read)."""
+        """The answers to this step so far (None: sealed to peers, which the server cannot read; without
+        tensors: models whose mean is taken as they come)."""
         return dict(self._admitted)
 
     # --- on
@@ -411,7 +426,7 @@ class Server:
             self._relay, self._sealed = self._sealed, {}
         elif self.step is Step.TRAIN:
             self._relay = {}
-        self._admitted, self._absent = {}, set()
+        self._admitted, self._absent, self._running = {}, set(), RunningMean()
         self._steps = self._steps[1:]
         if not self._steps:
             if self.round == self.config.federation.rounds:
@@ -429,10 +444,7 @@ class Server:
             return coordinate_median(updates)
         if terms.average == "trimmed-mean":
             return trimmed_mean(updates, terms.trim)
-        weighs = weighs_rows(self.config)
-        return weighted_mean(
-            updates, {name: float(one.info["rows"]) if weighs else 1.0 for name, one in releases.items()}
-        )
+        return self._running.mean()
 
 
 class Plans(Mapping[str, bytes]):

@@ -11,6 +11,7 @@ from typing import Any
 
 from securefl.client import Client
 from securefl.config import AVERAGING, Config, parse_config
+from securefl.crypto import envelope
 from securefl.crypto.identity import Identity
 from securefl.data import Corpus, load_corpus
 from securefl.ledger import Ledger
@@ -18,7 +19,7 @@ from securefl.local import LocalTraining, SiloData, train_locally
 from securefl.models import base_fingerprint, load_slm
 from securefl.policy import Ceiling, Policy
 from securefl.privacy import noise_source
-from securefl.release import PayloadKind
+from securefl.release import PayloadKind, Release, decode_release
 from securefl.server import Server
 from securefl.state import StateFolder
 
@@ -59,6 +60,11 @@ class Parties:
     def answers(self) -> dict[str, bytes]:
         """Every silo's answer to the server's plans of this step."""
         return {name: self.clients[name].handle(plan) for name, plan in self.server.outgoing().items()}
+
+    def opened(self, answer: bytes) -> Release:
+        """What the server reads of a silo's answer that is sealed to it."""
+        verified = envelope.verify(answer, self.server.roster)
+        return decode_release(envelope.open_(verified, self.server.identity))
 
     def play(self, until: Callable[[Server], bool]) -> None:
         """Run honest steps until `until` holds for the server."""

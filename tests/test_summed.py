@@ -85,9 +85,7 @@ def alone(
     """Every silo's model of round 1, and its rows, as the sealed federation's server reads them."""
     folder = tmp_path_factory.mktemp("sealed")
     parties = make_parties(config_of(tiny_encoder, tiny_data, "sealed"), folder)
-    for answer in parties.answers().values():
-        parties.server.receive(answer)
-    found = {name: one for name, one in parties.server.admitted().items() if one is not None}
+    found = {name: parties.opened(answer) for name, answer in parties.answers().items()}
     models = {name: one.tensors for name, one in found.items()}
     return models, {name: float(one.info["rows"]) for name, one in found.items()}
 

@@ -16,35 +16,74 @@ from numpy.typing import NDArray
 from securefl.errors import ProtocolError, TooFewSilos, WrongShape
 from securefl.release import Tensors, check_tensors
 
+_MOST_WEIGHT = 1e15
+_CHUNK = 2**15  # values
+
+
+class RunningMean:
+    """sum_i p_i w_i with p_i = weight_i / sum of weights, one silo after another.
+
+    Sums are float64, so that in memory there are two vectors of float32 beside the one that is added. In
+    another order the mean may differ in a last bit.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, NDArray[np.float64]] = {}
+        self._total = 0.0
+
+    def add(self, silo: str, update: Tensors, weight: float) -> None:
+        """Take one silo's float32 arrays. weight: in FedAvg the number of its training rows; not negative.
+
+        Raises ProtocolError for a weight that is negative, not finite or above 1e15, WrongShape and
+        NonFiniteUpdate for an array, naming the silo; the mean is then what it was.
+        """
+        if not 0 <= weight <= _MOST_WEIGHT:
+            raise ProtocolError(f"the weight of {silo} is not a number from 0 to {_MOST_WEIGHT:g}")
+        if not update:
+            raise WrongShape(f"the update of {silo} has no tensors")
+        like = self._sums or update
+        check_tensors(update, {name: array.shape for name, array in like.items()}, silo)
+        if not self._sums:
+            self._sums = {name: np.zeros(array.shape) for name, array in update.items()}
+        for name, array in update.items():
+            total, values = self._sums[name].reshape(-1), array.reshape(-1)
+            for start in range(0, len(values), _CHUNK):  # a product of the whole would be a vector more
+                part = slice(start, start + _CHUNK)
+                total[part] += values[part] * np.float64(weight)
+        self._total += weight
+
+    def mean(self) -> dict[str, NDArray[np.float32]]:
+        """The mean, float32; the sums are used up.
+
+        Raises TooFewSilos without a silo, ProtocolError where all weights are 0.
+        """
+        if not self._sums:
+            raise TooFewSilos("no silo sent a model, so there is nothing to average")
+        if not self._total > 0:
+            raise ProtocolError("the weights of all silos are 0, so there is nothing to average")
+        mean = {}
+        for name in list(self._sums):
+            total = self._sums.pop(name)
+            total /= self._total
+            mean[name] = total.astype(np.float32)
+        return mean
+
 
 def weighted_mean(
     updates: Mapping[str, Tensors], weights: Mapping[str, float]
 ) -> dict[str, NDArray[np.float32]]:
-    """sum_i p_i w_i with p_i = weight_i / sum of weights, one term a silo.
+    """The `RunningMean` of all silos at once, in the order of their names, whatever order they are in.
 
-    updates: silo to its float32 arrays, all with the same names and shapes. weights: silo to its weight, the
-    number of its training rows in FedAvg; not negative. Sums are float64 in the order of the silos' names, so
-    the result does not depend on the order of arrival; it is float32.
-    Raises TooFewSilos without an update, ProtocolError for a weight that is missing, negative or not finite
-    or where all are 0, WrongShape and NonFiniteUpdate for an array, naming the silo.
+    updates: silo to its float32 arrays, all with the same names and shapes. weights: silo to its weight.
+    Raises as `RunningMean`, and ProtocolError for a silo without a weight.
     """
-    silos, expected = _checked(updates)
     if set(updates) != set(weights):
         odd = sorted(set(updates) ^ set(weights))[0]
         raise ProtocolError(f"silo {odd} has a model or a weight but not both, so it cannot be averaged")
-    for silo in silos:
-        if not (math.isfinite(weights[silo]) and weights[silo] >= 0):
-            raise ProtocolError(f"the weight of {silo} is not a number of at least 0")
-    total = sum(weights[silo] for silo in silos)
-    if not 0 < total < math.inf:
-        raise ProtocolError("the weights of all silos together are not a positive finite number")
-    mean = {}
-    for name, shape in expected.items():
-        accumulated = np.zeros(shape, np.float64)
-        for silo in silos:
-            accumulated += updates[silo][name] * np.float64(weights[silo] / total)
-        mean[name] = accumulated.astype(np.float32)
-    return mean
+    running = RunningMean()
+    for silo in sorted(updates):
+        running.add(silo, updates[silo], weights[silo])
+    return running.mean()
 
 
 def coordinate_median(updates: Mapping[str, Tensors]) -> dict[str, NDArray[np.float32]]:

@@ -1,4 +1,4 @@
-"""What FedKC's consistency loss adds to a local epoch of MiniLM, and clustering against scikit-learn.
+"""What FedKC's consistency loss adds to a local epoch of MiniLM, clustering, and the server's memory.
 
 An epoch of news texts with the loss and without it, which take turns in one run, so that a slow or busy
 machine does not fail them. With embedding-layer centroids `per_step` are in the loss of a step, as in the
@@ -7,27 +7,34 @@ study (examples/fedkc_study.py); the loss over all of a peer's would cost as man
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from pytest_benchmark.fixture import BenchmarkFixture
 from sklearn.cluster import MiniBatchKMeans
 
 from securefl._builtin import load_builtin
 from securefl.data import Rows
+from securefl.methods.averaging import RunningMean
 from securefl.methods.fedkc import Composition, Knowledge, cluster, compose
 from securefl.models import load_slm
 from securefl.slm import Slm
 from securefl.training import embed, fit, probabilities
+from tests.benchmarks.memory import forget_peak, resident
 
 THREADS, TURNS = 2, 3
 ROWS, BATCH, LENGTH = 128, 16, 64
 PEERS, CLUSTERS, PER_STEP = 7, 4, 4
 GOALS = {None: 0.15, 0: 0.40}
+SILOS, VALUES, VECTORS_GOAL = 50, 22_700_000, 3.0
 CLUSTERED, WIDTH, INTO, CLUSTER_GOAL = 100_000, 384, 50, 1.2
 
 
@@ -116,3 +123,37 @@ def test_clustering_of_many_vectors(benchmark: BenchmarkFixture) -> None:
         for a in (labels, peer.labels_)
     ]
     assert spread[0] <= 1.05 * spread[1]
+
+
+def _models() -> dict[str, NDArray[np.float32]]:
+    """Arrays of the sizes of an encoder's: the largest is its token table."""
+    parts = np.diff([0, *np.linspace(11_700_000, VALUES, 40).astype(int)])
+    return {f"layer.{i}": np.full(int(size), 0.5, np.float32) for i, size in enumerate(parts)}
+
+
+def _averaged() -> None:
+    first = RunningMean()
+    first.add("a", {"a": np.ones(10, np.float32)}, 1.0)
+    first.mean()  # what is loaded on first use
+    before = resident("VmRSS")
+    forget_peak()
+    running = RunningMean()
+    for number in range(SILOS):
+        running.add(f"silo-{number}", _models(), 1.0 + number)
+    mean = running.mean()
+    print((resident("VmHWM") - before) / (4 * VALUES))
+    assert all((array == 0.5).all() for array in mean.values())
+
+
+def test_memory_of_the_server_that_averages(benchmark: BenchmarkFixture) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.bench_fedkc"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
+    model, running = _models(), RunningMean()
+    benchmark.pedantic(running.add, ("silo", model, 1.0), rounds=5)
+    vectors = float(run.stdout)
+    print(f"\n{SILOS} silos of {VALUES:,} values: {vectors:.2f} vectors of memory, goal {VECTORS_GOAL:g}")
+    assert round(vectors, 2) <= VECTORS_GOAL  # beside three vectors there are pages of the interpreter
+
+
+if __name__ == "__main__":
+    _averaged()
