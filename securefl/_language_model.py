@@ -291,6 +291,28 @@ class LanguageModel(Weights):
             progress(done)
         return [text for text in written if text is not None]
 
+    def unprompted(self, count: int, max_new_tokens: int, seed: int) -> list[tuple[list[int], Written]]:
+        """Texts that the original writes after the token that begins one, and that token, in a list.
+
+        The same seed gives the same texts, whatever was learned. Raises ModelError as `write`, and where
+        the tokenizer has no token that begins or ends a text.
+        """
+        first = self.tokenizer.bos_token_id
+        first = self.tokenizer.eos_token_id if first is None else first
+        if first is None:
+            raise ModelError(
+                f"{self.name}: the tokenizer has neither a begin-of-text nor an end-of-text token; write "
+                "crosslm.rehearsal = 0"
+            )
+        self.require_positions([[first]], max_new_tokens)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        written: list[Written] = []
+        with torch.no_grad(), self._precision(), self.original():
+            for start in range(0, count, _WRITE_BATCH):
+                heads = [[first]] * min(_WRITE_BATCH, count - start)
+                written += self._write(heads, max_new_tokens, 1.0, None, generator)
+        return [([first], text) for text in written if text.tokens]
+
     def require_positions(self, heads: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raises ModelError where the longest head and a text after it do not fit into the positions."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

@@ -23,6 +23,7 @@ from securefl.methods import crosslm
 _ENTROPY_FLOOR = 0.5  # of the original's entropy: below it texts become alike
 _CHECKED = 8  # texts on which the model after the last step is measured
 _PART = 8  # texts whose activations and logits over the whole vocabulary are in memory at once
+_REHEARSED = 4  # texts of a rehearsal in a step
 _MAX_GRADIENT_NORM = 1.0
 _LOSSES = ("generation", "understanding", "divergence")  # in the order of the gammas
 _MEASURES = ("kl", "entropy", "entropy_original")  # means over the tokens of the texts, nats
@@ -60,6 +61,7 @@ def teach(
     gains: Tensor,
     rng: np.random.Generator,
     progress: Callable[[int], None] = lambda _: None,
+    rehearsal: Sequence[Exercise] = (),
 ) -> Lesson:
     """Train by (9), with AdamW as the last lesson left it, over `config.epochs` shuffled passes.
 
@@ -67,11 +69,15 @@ def teach(
     `config.kl_ceiling` nats a token or an entropy below half of the original's; both modes stop at NaN or
     infinity. Weights and optimizer are then exactly as before, and so they are when `progress`, which is
     called with texts done, raises.
+
+    rehearsal: of other text. Each step also lowers the KL to the original on a few of these, so that what is
+    learned of the task moves the rest of the language little. (Not in the paper, whose (8) is on the texts
+    of the task alone.)
     """
     weights, moments = llm.state(), llm.optimizer_state()
     undone: str | None = "stopped"
     try:
-        lesson = _train(llm, config, exercises, gains, rng, progress)
+        lesson = _train(llm, config, exercises, gains, rng, progress, rehearsal)
         undone = lesson.undone
     finally:
         llm.optimizer.zero_grad()  # gradients are as large as what trains
@@ -88,6 +94,7 @@ def _train(
     gains: Tensor,
     rng: np.random.Generator,
     progress: Callable[[int], None],
+    rehearsal: Sequence[Exercise],
 ) -> Lesson:
     parameters = list(llm.parameters().values())
     optimizer = llm.optimizer
@@ -103,6 +110,9 @@ def _train(
             chosen = sorted(order[start : start + config.batch_size], key=lambda i: exercises[i].prompt)
             optimizer.zero_grad()
             step = _gradient(llm, config, [exercises[i] for i in chosen], gains[chosen])
+            if rehearsal:
+                some = rng.choice(len(rehearsal), min(_REHEARSED, len(rehearsal)), replace=False)
+                step["rehearsal"] = _rehearse(llm, [rehearsal[i] for i in some.tolist()])
             norm = float(torch.nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM))
             alarm = _alarm(config, [*step.values(), norm], step)
             if alarm is not None:
@@ -184,6 +194,15 @@ def _gradient(
     parts = [torch.tensor(sums[name]) for name in _LOSSES]
     sums["total"] = float(crosslm.total_loss(parts[0], parts[1], parts[2], config.gammas))
     return sums
+
+
+def _rehearse(llm: LanguageModel, exercises: Sequence[Exercise]) -> float:
+    """Add the gradient of the mean KL to the original, nats a token, on these texts; gives the KL."""
+    now, old = _after_prompts(llm, exercises, whole=False)
+    kl = crosslm.divergences(now.logits.log_softmax(-1), old.logits.log_softmax(-1), now.mask)
+    loss = crosslm.divergence_loss(kl, now.mask, per_token=True)
+    torch.autograd.backward(loss)
+    return float(loss.detach())
 
 
 def _part_gradient(

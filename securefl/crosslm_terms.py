@@ -33,6 +33,7 @@ class Ingredients:
     diversity: bool
     regenerate: bool
     label_smoothing: float
+    rehearsal: int
 
 
 class CrossLm(Section):
@@ -77,6 +78,14 @@ class CrossLm(Section):
     )
     label_smoothing: float | None = Field(
         None, ge=0, lt=1, description="For the SLM on synthetic texts; unset: 0.1, in paper mode 0."
+    )
+    rehearsal: int | None = Field(
+        None,
+        ge=0,
+        le=100_000,
+        description="Texts that the original LLM writes without a prompt; on some of them each step holds "
+        "the LLM to the original, so that other text stays about as likely. Unset: a quarter of `synthetic`, "
+        "in paper mode none.",
     )
     training: Literal["lora", "full"] = Field(
         "lora", description="`full`: all weights of the LLM, with a second, frozen copy as reference."
@@ -147,6 +156,7 @@ class CrossLm(Section):
                 "graders": self.graders == "ensemble", "prior": self.prior == "estimated",
                 "targets": self.targets == "graders", "baseline": self.baseline is True,
                 "regenerate": self.regenerate is True,
+                "rehearsal": bool(self.rehearsal),
             }  # fmt: skip
             for key, set_ in extra.items():
                 if set_:
@@ -178,4 +188,7 @@ class CrossLm(Section):
             diversity=self.diversity,
             regenerate=chosen(self.regenerate),
             label_smoothing=smoothing if self.label_smoothing is None else self.label_smoothing,
+            rehearsal=(-(-self.synthetic // 4) if self.stable else 0)
+            if self.rehearsal is None
+            else self.rehearsal,
         )

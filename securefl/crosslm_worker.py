@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from securefl._llm_training import Lesson, teach
+from securefl._llm_training import Exercise, Lesson, teach
 from securefl.config import Slm as SlmTerms
 from securefl.crosslm_terms import CrossLm
 from securefl.data import Rows
@@ -27,7 +28,7 @@ from securefl.methods import crosslm
 from securefl.models import load_sentence_encoder
 from securefl.slm import Slm
 from securefl.synthetic_quality import MOST_DRAWN, quality, self_bleu
-from securefl.task_model import Sample, TaskModel, seed_of
+from securefl.task_model import READ_TOKENS, Sample, TaskModel, seed_of
 from securefl.training import fit, probabilities
 
 Progress = Callable[[int, int], None]
@@ -39,7 +40,7 @@ _SELF_BLEU_RISE = 0.15
 _FEWEST_COMPARED = 8  # texts: of fewer, a chance likeness of two moves the mean
 
 # The streams of random numbers, told apart within the seed; arrivals count from 1. The task's are others.
-_TEXTS, _ORDER, _SLM, _AGAIN, _ALIKE = 2, 3, 4, 6, 7
+_TEXTS, _ORDER, _SLM, _AGAIN, _ALIKE, _REHEARSAL = 2, 3, 4, 6, 7, 8
 
 
 @dataclass(frozen=True, repr=False)
@@ -255,7 +256,14 @@ class CrossLmWorker:
         gains = crosslm.baseline(reward, batch.labels) if self.terms.baseline else reward
         exercises = self.task.exercises(batch.samples)
         rng = np.random.default_rng(self._stream(_ORDER, number))
-        return teach(self.llm, self.config, exercises, gains, rng, progress)
+        return teach(self.llm, self.config, exercises, gains, rng, progress, self._rehearsal)
+
+    @cached_property
+    def _rehearsal(self) -> list[Exercise]:
+        """Texts of the original without a prompt; the same after a restart, since what is learned is off."""
+        seed = self._stream(_REHEARSAL, 0)
+        written = self.llm.unprompted(self.terms.rehearsal, READ_TOKENS, seed) if self.terms.rehearsal else []
+        return [Exercise(tuple(head), text, ()) for head, text in written]
 
     # --- choosing by (10), and the small model
 

@@ -299,6 +299,70 @@ def test_teaching_makes_rewarded_texts_likelier(llm: LanguageModel) -> None:
     assert change[gains.numpy() > 0].mean() > 0 > change[gains.numpy() < 0].mean()
 
 
+def test_rehearsed_texts_are_the_originals_whatever_was_learned(llm: LanguageModel) -> None:
+    first = llm.unprompted(70, 12, seed=3)
+    before = fingerprint(llm.state())
+    shift(llm)
+    again = llm.unprompted(70, 12, seed=3)
+    assert fingerprint(llm.state()) != before
+    assert [(head, text.tokens) for head, text in first] == [(head, text.tokens) for head, text in again]
+    assert {len(head) for head, _ in first} == {1}
+    assert [text.tokens for _, text in llm.unprompted(70, 12, seed=4)] != [text.tokens for _, text in first]
+    # Their probabilities are the original's.
+    head, text = first[0]
+    with llm.original():
+        found = log_probs_of(llm, [*head, *text.tokens])[len(head) - 1 :]
+    np.testing.assert_allclose(text.log_probs.numpy(), found.numpy(), atol=1e-4)
+
+
+def test_the_rehearsal_adds_the_gradient_of_the_divergence(llm: LanguageModel) -> None:
+    """Against one text at a time: mean over texts of the mean over tokens of the exact KL."""
+    shift(llm)
+    texts = [Exercise(tuple(head), text, ()) for head, text in llm.unprompted(4, 9, seed=1)]
+    total = torch.zeros(())
+    for one in texts:
+        row = [*one.prompt, *one.written.tokens]
+        now = logits_of(llm, row)[len(one.prompt) - 1 : -1].log_softmax(-1)
+        with llm.original(), torch.no_grad():
+            old = logits_of(llm, row)[len(one.prompt) - 1 : -1].log_softmax(-1)
+        total = total + (now.exp() * (now - old)).sum(-1).mean() / len(texts)
+    parameters = list(llm.parameters().values())
+    expected = torch.autograd.grad(total, parameters)
+    llm.optimizer.zero_grad()
+    value = _llm_training._rehearse(llm, texts)
+    assert value == pytest.approx(float(total.detach()), rel=1e-4)
+    for parameter, right in zip(parameters, expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, right, rtol=2e-3, atol=1e-6)
+
+
+def test_what_is_rehearsed_moves_less(tiny_llm: Path) -> None:
+    """The same lesson with a rehearsal and without: other text of the original keeps its probabilities."""
+    moved = []
+    for rehearsed in (False, True):
+        llm = LanguageModel(str(tiny_llm), rank=4, seed=3)
+        config = CrossLm(epochs=8, batch_size=4, learning_rate=3e-3, gammas=(1.0, 0.0, 0.0), kl_ceiling=100.0)
+        texts = [Exercise(tuple(head), text, ()) for head, text in llm.unprompted(40, 12, seed=1)]
+        rehearsal = texts[:32] if rehearsed else []
+        gains = torch.tensor([1.0, 1.0, -1.0, -1.0] * 2)
+        exercises, rng = exercises_of(llm, 8), np.random.default_rng(0)
+        lesson = teach(llm, config, exercises, gains, rng, rehearsal=rehearsal)
+        assert lesson.undone is None
+        assert ("rehearsal" in lesson.losses[0]) == rehearsed
+        moved.append(_llm_training.measure(llm, texts[32:])["kl"])  # texts that were not rehearsed
+    assert moved[1] < 0.7 * moved[0], moved
+
+
+def test_the_paper_rehearses_nothing(make: Make) -> None:
+    assert CrossLm(mode="paper").ingredients.rehearsal == 0
+    assert CrossLm(synthetic=10).ingredients.rehearsal == 3
+    assert CrossLm(rehearsal=0).ingredients.rehearsal == 0
+    with pytest.raises(ValueError, match="rehearsal is not in the paper"):
+        CrossLm(mode="paper", rehearsal=4)
+    assert make(mode="paper")._rehearsal == []
+    assert len(make()._rehearsal) == 8
+
+
 @pytest.fixture
 def low_ceiling() -> float:
     """A ceiling that a random model, whose logits are small, can reach."""
