@@ -25,7 +25,7 @@ from securefl.training import embed, probabilities
 from securefl.workbench import TrainingMemo, Workbench
 from tests import tiny
 from tests.federation import tiny_config
-from tests.test_models import LABELS, TEXTS, check_the_encoder_runs_from_its_embeddings, folder  # noqa: F401
+from tests.test_models import LABELS, TEXTS, check_the_encoder_runs_from_every_layer, folder  # noqa: F401
 from tests.test_simulation import numbers, run
 from tests.test_training import differ, rows_of
 
@@ -105,7 +105,7 @@ def test_it_serves_every_architecture(folder: Path) -> None:  # noqa: F811 - the
     state = {name: array + 0.1 for name, array in slm.state().items()}
     slm.load_state(state)
     assert (logits(slm) - logits(bare)).abs().max() > 1e-2
-    check_the_encoder_runs_from_its_embeddings(slm)
+    check_the_encoder_runs_from_every_layer(slm)
     batch = slm.tokenize(TEXTS)
     assert torch.equal(slm.layer(batch, 0), bare.layer(batch, 0))
 
