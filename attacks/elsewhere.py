@@ -57,7 +57,7 @@ _EPSILON_SLACK = 0.01
 _MAX_EPSILON = 1e6
 _MAX_DIGITS = 18  # of the number of a vector
 # What a sentence about a column calls the configuration's fields, and what they are called here.
-_FIELDS, _OPTIONS = " (data.text, data.label, data.unit, data.split);", " (--text, --label, --group);"
+_FIELDS, _OPTIONS = " (data.text, pair, label, unit, language or split);", " (--text, --label, --group);"
 
 
 class ClaimFile(BaseModel):
